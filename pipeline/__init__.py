@@ -1,0 +1,1 @@
+"""The library behind the stages: no work at import, no concrete path."""

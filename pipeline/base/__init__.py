@@ -1,0 +1,1 @@
+"""The base model: four sources, one result that needs no network."""

@@ -1,0 +1,1 @@
+"""What a run is (params) and where it runs (profile): typed, strict, without defaults."""

@@ -1,0 +1,272 @@
+"""The schema of `params.yaml`: every value that changes an output, one section per stage.
+
+Contract: no field has a default, so every value stands in the file and DVC sees it. Unknown keys
+are refused. Sections are frozen. A field's docstring is its unit, its meaning and, where it has
+one, its source; `schema.py` publishes it for editors.
+
+Command: `ladder schema` writes the JSON schema made from these classes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A strict, frozen part of the configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Ladder(Section):
+    """The rungs a run climbs, from the smallest machine to the largest."""
+
+    rungs: Annotated[dict[str, str], Field(min_length=1)]
+    """Each rung and the rung below it, lowest first; `ground` is below the first. `NAME: BELOW` needs `profiles/NAME.yaml`."""
+
+    @model_validator(mode="after")
+    def _chained(self) -> Ladder:
+        below = "ground"
+        for name, stated in self.rungs.items():
+            if name == "ground":
+                raise ValueError("'ground' is what stands below the first rung; name the rung otherwise")
+            if stated != below:
+                raise ValueError(f"rung '{name}' stands above '{below}', not '{stated}'; rungs are listed lowest first")
+            below = name
+        return self
+
+    @property
+    def top(self) -> str:
+        """The rung on which `train` runs."""
+        return list(self.rungs)[-1]
+
+
+class ScratchBase(Section):
+    """A small Llama with random weights and a byte-level BPE trained on the raw text."""
+
+    kind: Literal["scratch"]
+    corpus: Annotated[list[str], Field(min_length=1)]
+    """Files of the raw folder whose text the tokenizer is trained on; globs allowed."""
+    vocab_size: Annotated[int, Field(ge=300)]
+    """Entries of the tokenizer, the 256 bytes and the special tokens included."""
+    hidden_size: Positive
+    """Width of the residual stream; a multiple of the number of heads."""
+    intermediate_size: Positive
+    """Width inside the SwiGLU block."""
+    num_hidden_layers: Positive
+    """Decoder blocks."""
+    num_attention_heads: Positive
+    """Query heads; keys and values have as many."""
+    max_position_embeddings: Positive
+    """Longest text in tokens the model is declared for."""
+    seed: int
+    """Seed of the random weights."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ScratchBase:
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of 2 x num_attention_heads ({self.num_attention_heads}): "
+                "rotary embeddings turn pairs of dimensions"
+            )
+        return self
+
+
+class PathBase(Section):
+    """A local Hugging Face folder with config, safetensors and tokenizer."""
+
+    kind: Literal["path"]
+    path: str
+    """The folder; relative to the repository, or absolute."""
+    content: Sha256
+    """SHA-256 over the folder's files (the error for a wrong value prints the right one), so that another content is
+    another run."""
+
+
+class GgufBase(Section):
+    """A GGUF file, dequantised to fp32."""
+
+    kind: Literal["gguf"]
+    package: str | None
+    """Installed Python package that holds the file, or null for a plain path."""
+    file: str
+    """The file: relative to the package, else to the repository, or absolute."""
+    sha256: Sha256
+    """SHA-256 of the file (the error for a wrong value prints the right one)."""
+
+
+class HubBase(Section):
+    """A model on the Hugging Face hub at one commit."""
+
+    kind: Literal["hub"]
+    id: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
+    """`owner/name`."""
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+    """Commit hash of 40 hex digits; a branch or a tag moves and is refused."""
+
+
+BaseParams = Annotated[ScratchBase | PathBase | GgufBase | HubBase, Field(discriminator="kind")]
+
+
+class FormatParams(Section):
+    """Raw rows to text parts under an instruction template."""
+
+    files: Annotated[list[str], Field(min_length=1)]
+    """Files of the raw folder, JSONL or a JSON array of alpaca rows; globs allowed. Order matters only for which
+    duplicate is kept."""
+    template: Literal["chat", "alpaca_en", "alpaca_zh"]
+    """`chat`: the base model's own chat template. `alpaca_en`, `alpaca_zh`: plain text with headers, ended by the
+    tokenizer's eos."""
+    validation_share: Annotated[float, Field(gt=0.0, lt=1.0)]
+    """Share of distinct rows held out, chosen by content hash."""
+    max_reject_share: Share
+    """Share of rejected rows above which the stage fails."""
+    split_seed: int
+    """Salt of the content hash that chooses the held-out rows."""
+
+
+class PackParams(Section):
+    """Tokenise and pack."""
+
+    max_length: Annotated[int, Field(ge=8)]
+    """Tokens per packed sequence."""
+    long_documents: Literal["drop", "truncate", "error"]
+    """What happens to a document longer than `max_length`. A truncated one gets no stop token; one left without a
+    supervised token is dropped."""
+
+
+class FullTuning(Section):
+    """Every weight is trained."""
+
+    kind: Literal["full"]
+
+
+class LoraTuning(Section):
+    """Low-rank adapters on linear layers (arXiv:2106.09685)."""
+
+    kind: Literal["lora"]
+    rank: Positive
+    """Rank of the update."""
+    alpha: Positive
+    """The update is scaled by alpha / rank."""
+    dropout: Share
+    """Dropout before the low-rank product."""
+    target_modules: Annotated[list[str], Field(min_length=1)]
+    """Names of the linear layers, or `all-linear`."""
+
+
+class TrainParams(Section):
+    """What is optimised; where it runs stands in a profile."""
+
+    tuning: Annotated[FullTuning | LoraTuning, Field(discriminator="kind")]
+    precision: Literal["fp32", "bf16", "fp16"]
+    """Arithmetic of forward and backward; master weights are fp32 in all three."""
+    global_batch: Positive
+    """Packed sequences per optimizer step over all ranks."""
+    epochs: Positive
+    """Passes over the packed sequences; the last step is filled from the next pass."""
+    learning_rate: Annotated[float, Field(gt=0.0)]
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"]
+    """Decay after warm-up, to zero (constant: none)."""
+    warmup_share: Share
+    """Share of the steps with a linearly rising rate."""
+    weight_decay: Annotated[float, Field(ge=0.0)]
+    """AdamW's decoupled decay (arXiv:1711.05101); not on biases and norms."""
+    adam_beta1: Share
+    """Decay of the first moment."""
+    adam_beta2: Share
+    """Decay of the second moment."""
+    adam_epsilon: Annotated[float, Field(gt=0.0)]
+    """AdamW's epsilon."""
+    max_grad_norm: Annotated[float, Field(gt=0.0)]
+    """L2 norm to which gradients are clipped."""
+    seed: int
+    """Seed of data order, dropout and adapter weights."""
+
+
+class SmokeParams(Section):
+    """Limits of the smoke gate."""
+
+    samples: Annotated[int, Field(ge=2)]
+    """Documents trained on."""
+    epochs: Positive
+    """Passes over them; the loss must have fallen after the last."""
+    min_loss_drop: Annotated[float, Field(gt=0.0, lt=1.0)]
+    """Least share by which the loss must fall from the first step to the mean of the last pass."""
+    max_gradient_error: Annotated[float, Field(gt=0.0)]
+    """Largest relative L2 distance between the engine's first gradient and a single-process fp32 one."""
+    max_loss_error: Annotated[float, Field(gt=0.0)]
+    """Largest relative distance between the engine's first loss and the single-process one."""
+    max_memory_skew: Annotated[float, Field(ge=1.0)]
+    """Largest ratio of peak memory between two ranks."""
+    time_limit: Positive
+    """Seconds after which the gate gives up and says so."""
+
+
+class ResumeParams(Section):
+    """Limits of the resume gate."""
+
+    steps: Annotated[int, Field(ge=3)]
+    """Optimizer steps of the straight run."""
+    kill_after: Positive
+    """Step whose checkpoint is complete when the ranks are killed; between 1 and `steps` - 2, so that work is lost and redone."""
+    max_loss_gap: Annotated[float, Field(ge=0.0)]
+    """Largest absolute difference in loss between straight and resumed run; 0 asks for bit equality."""
+    max_weight_gap: Annotated[float, Field(ge=0.0)]
+    """Largest absolute difference of an exported weight; 0 asks for bit equality."""
+    max_logit_gap: Annotated[float, Field(ge=0.0)]
+    """Largest absolute difference between the logits of the trained model and of its export."""
+    time_limit: Positive
+    """Seconds after which one run of the gate is given up."""
+
+    @model_validator(mode="after")
+    def _killed_inside(self) -> ResumeParams:
+        if not 1 <= self.kill_after <= self.steps - 2:
+            raise ValueError(
+                f"kill_after {self.kill_after} must lie between 1 and steps - 2 ({self.steps - 2}), "
+                "so that a step is lost and redone"
+            )
+        return self
+
+
+class ExportParams(Section):
+    """ZeRO shards to a model folder."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+    """Type of the exported weights; the shards are fp32."""
+    max_shard_gib: Annotated[float, Field(gt=0.0)]
+    """Size limit of one safetensors file, GiB."""
+    max_logit_gap: Annotated[float, Field(ge=0.0)]
+    """Largest absolute difference between the logits of the trained model and of the export."""
+
+
+class EvaluateParams(Section):
+    """Held-out loss and generation, base and tuned side by side."""
+
+    rows: Positive
+    """Held-out rows generated for; the first ones in file order."""
+    max_new_tokens: Positive
+    """Length limit of an answer in tokens; an answer that reaches it has not stopped."""
+    batch: Positive
+    """Prompts generated together."""
+
+
+class Params(Section):
+    """All of params.yaml."""
+
+    ladder: Ladder
+    base: BaseParams
+    format: FormatParams
+    pack: PackParams
+    smoke: SmokeParams
+    resume: ResumeParams
+    train: TrainParams
+    export: ExportParams
+    evaluate: EvaluateParams

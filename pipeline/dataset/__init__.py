@@ -1,0 +1,1 @@
+"""From raw files to packed token sequences; imports neither torch nor transformers."""

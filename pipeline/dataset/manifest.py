@@ -1,0 +1,78 @@
+"""What a formatted and a packed set say of themselves, and whether they fit what reads them.
+
+Contract: `FormattedFacts` and `PackedFacts` are what `format` and `pack` write into their manifests;
+`read_*` returns them, or DataError for a folder that is missing, unfinished, or made for another tokenizer or template.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.artifact import digest_file, read_manifest
+from pipeline.config.errors import DataError
+
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class FormattedFacts:
+    """Manifest of data/formatted. Rows are in `SPLIT.arrow`: parts (list of text), place, key."""
+
+    template: str
+    template_digest: str
+    stop_token: str
+    tokenizer_digest: str
+    train_rows: int
+    validation_rows: int
+
+
+@dataclass(frozen=True)
+class PackedFacts:
+    """Manifest of data/packed. Rows are in `SPLIT.arrow`: input_ids, labels, seq_lengths, documents (row numbers in the
+    formatted set)."""
+
+    template: str
+    template_digest: str
+    stop_token: str
+    stop_token_id: int
+    tokenizer_digest: str
+    max_length: int
+    train_sequences: int
+    train_tokens: int
+    validation_sequences: int
+
+
+def tokenizer_digest(model: Path) -> str:
+    """SHA-256 of the tokenizer file of a base model."""
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        raise DataError(f"{path}: the base model has no tokenizer.json; `dvc repro base` makes it")
+    return digest_file(path)
+
+
+def read_formatted(folder: Path, model: Path) -> FormattedFacts:
+    """Facts of a formatted set that was made for the tokenizer of `model`."""
+    return _read(folder, model, FormattedFacts, "format")
+
+
+def read_packed(folder: Path, model: Path) -> PackedFacts:
+    """Facts of a packed set that was made for the tokenizer of `model`."""
+    return _read(folder, model, PackedFacts, "pack")
+
+
+Facts = TypeVar("Facts", FormattedFacts, PackedFacts)
+
+
+def _read(folder: Path, model: Path, facts: type[Facts], stage: str) -> Facts:
+    manifest: dict[str, Any] = read_manifest(folder, f"the {folder.name} set")
+    found = facts(**{field.name: manifest[field.name] for field in dataclasses.fields(facts)})
+    wanted = tokenizer_digest(model)
+    if found.tokenizer_digest != wanted:
+        raise DataError(
+            f"{folder}: made for tokenizer {found.tokenizer_digest[:12]}, but the base model's is {wanted[:12]}; "
+            f"run `dvc repro {stage}`"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""What a model does on held-out rows: loss and answers."""

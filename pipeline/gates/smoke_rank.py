@@ -1,0 +1,151 @@
+"""The smoke gate's part on every rank: train the samples, and hold the engine against one process.
+
+Contract: runs `sft.train` unchanged, and beside it (a) takes the gradient the engine is about to apply in its first
+step, (b) computes the same batch's loss and gradient on rank 0 from the formatted text, document by document, in fp32,
+without packing, engine or process group, (c) notes which documents each rank saw, (d) compares the ranks' weights at
+the end. Rank 0 writes `RUN/smoke.json`.
+
+Command: torchrun -m pipeline.gates.smoke_rank SPEC.json FORMATTED (the smoke stage starts it so).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+from pipeline.artifact import write_json
+from pipeline.dataset.masking import IGNORED, load_tokenizer, tokenise
+from pipeline.training.batching import DataOrder
+from pipeline.training.sft import Session, close, prepare, train
+from pipeline.training.spec import load_spec
+
+REPORT = "smoke.json"
+
+
+class FirstGradient(TrainerCallback):
+    """Copies the gradient that the engine holds when it is about to step for the first time: summed over ranks, not yet
+    clipped."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.gradient: dict[str, torch.Tensor] = {}
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        engine = self.session.trainer.model_wrapped
+        step = engine.step
+
+        def step_once(*args: Any, **kwargs: Any) -> Any:
+            self.gradient = {name: safe_get_full_grad(p).detach().float().cpu().clone() for name, p in _trainable(engine.module)}
+            engine.step = step
+            return step(*args, **kwargs)
+
+        engine.step = step_once
+
+
+class SeenDocuments(TrainerCallback):
+    """Row numbers of the documents this rank trained on, step by step."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.steps: list[list[int]] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        trainer = self.session.trainer
+        self.steps.append(trainer.documents)
+        trainer.documents = []
+
+
+def reference(session: Session, adapters: dict[str, torch.Tensor], formatted: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss (mean over supervised tokens) and gradient of the first global batch, from text, in one process."""
+    spec = session.spec
+    device = session.trainer.args.device
+    config = session.trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    unset_hf_deepspeed_config()  # under ZeRO-3 transformers would partition this model too
+    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32, attn_implementation="eager").to(device)
+    set_hf_deepspeed_config(config)
+    if adapters:
+        model = get_peft_model(model, session.trainer.model.peft_config["default"])
+        for name, parameter in _trainable(model):
+            parameter.data.copy_(adapters[name])
+    model.eval()
+    batch = DataOrder(len(session.packed), spec.params.seed, spec.params.global_batch)
+    rows = [row for sequence in batch for row in session.packed[sequence]["documents"]]
+    documents = tokenise(_parts(formatted, rows), load_tokenizer(Path(spec.model)))
+    supervised = sum(d.supervised for d in documents)
+    total = 0.0
+    for document in documents:
+        ids = torch.tensor([document.input_ids], device=device)
+        labels = torch.tensor(document.labels[1:], device=device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / supervised
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: p.grad.float().cpu() for name, p in _trainable(model)}
+
+
+def gradient_error(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Relative L2 distance of two gradients over all parameters; infinite where names differ."""
+    if ours.keys() != expected.keys():
+        return float("inf")
+    difference = sum(float((ours[n] - expected[n]).double().square().sum()) for n in expected)
+    norm = sum(float(g.double().square().sum()) for g in expected.values())
+    return (difference / norm) ** 0.5 if norm else float("inf")
+
+
+def _trainable(model: torch.nn.Module) -> Iterable[tuple[str, torch.nn.Parameter]]:
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+
+
+def _parts(formatted: Path, rows: list[int]) -> list[list[str]]:
+    with pa.memory_map(str(formatted / "train.arrow")) as file:
+        return pa.ipc.open_stream(file).read_all().column("parts").take(pa.array(rows)).to_pylist()
+
+
+def _weight_gap(session: Session) -> float:
+    """Largest difference of any weight between two ranks, of the copies they compute with (ZeRO-3: of what gathering
+    gives them)."""
+    gap = 0.0
+    for _, parameter in _trainable(session.trainer.model):
+        weight = safe_get_full_fp32_param(parameter) if session.spec.zero == 3 else parameter.data
+        low, high = weight.float().clone(), weight.float().clone()
+        dist.all_reduce(low, op=dist.ReduceOp.MIN)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX)
+        gap = max(gap, float((high - low).max()))
+    return gap
+
+
+def main(spec_path: Path, formatted: Path) -> None:
+    session = prepare(load_spec(spec_path))
+    first, seen = FirstGradient(session), SeenDocuments(session)
+    adapters = {}
+    if hasattr(session.trainer.model, "peft_config"):
+        adapters = {n: p.detach().float().cpu().clone() for n, p in _trainable(session.trainer.model)}
+    loss, expected = reference(session, adapters, formatted) if dist.get_rank() == 0 else (0.0, {})
+    dist.barrier()
+    train(session, [first, seen])
+    documents: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(documents, seen.steps)
+    gap = _weight_gap(session)
+    if dist.get_rank() == 0:
+        report = {
+            "reference_loss": loss,
+            "gradient_error": gradient_error(first.gradient, expected),
+            "documents": documents,
+            "weight_gap": gap,
+        }
+        write_json(Path(session.spec.run) / REPORT, {k: v if v != float("inf") else None for k, v in report.items()})
+    close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

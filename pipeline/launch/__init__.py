@@ -1,0 +1,1 @@
+"""Starting and ending the ranks of a run on some engine."""
