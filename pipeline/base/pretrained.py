@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifact import canonical, digest_file, digest_folder, digest_text
 from pipeline.config.errors import ModelError
@@ -77,7 +78,8 @@ def from_gguf(params: GgufBase, folder: Path) -> None:
         ) from error
     # A model loaded from GGUF counts as quantised and refuses to be saved: the same weights in a fresh model do not.
     config = type(loaded.config).from_dict({k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
-    model = type(loaded)(config).to(torch.float32)
+    model: Any = type(loaded)(config)
+    model.to(torch.float32)
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
     model.generation_config = loaded.generation_config

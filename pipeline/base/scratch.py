@@ -30,6 +30,7 @@ def make(params: ScratchBase, raw: Path, folder: Path) -> None:
     """Write model and tokenizer into `folder`."""
     tokenizer = _train_tokenizer(_texts(find_files(raw, params.corpus)), params)
     tokenizer.save_pretrained(folder)
+    ids = tokenizer.get_vocab()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=params.hidden_size,
@@ -40,12 +41,12 @@ def make(params: ScratchBase, raw: Path, folder: Path) -> None:
         max_position_embeddings=params.max_position_embeddings,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=ids[END],
+        pad_token_id=ids[PAD],
     )
     torch.manual_seed(params.seed)
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(eos_token_id=ids[END], pad_token_id=ids[PAD])
     model.save_pretrained(folder)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
@@ -18,7 +19,7 @@ from typing import Any, TypeVar, cast, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import YAMLError
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.params import Params
@@ -54,7 +55,9 @@ def _checked(path: Path, model: type[Model]) -> Model:
         # JSON is the one form in which pydantic's strict mode takes a list for a list and an int for a float.
         text = json.dumps(data, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}; write dates and special numbers as quoted text") from error
+        raise ConfigError(
+            f"{path}: {_foreign(data) or error}: not text, a finite number, a list or a mapping; write a date as quoted text"
+        ) from error
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
@@ -69,16 +72,33 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file; run from the repository, or copy one from examples/") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
     try:
         data: object = YAML(typ="safe", pure=True).load(text)  # pyright: ignore[reportUnknownMemberType]
     except YAMLError as error:
-        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+        mark: Any = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        problem = error.problem if isinstance(error, MarkedYAMLError) else str(error).splitlines()[0]
+        problem: str = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{path}{where}: not valid YAML: {problem}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: holds {type(data).__name__}, not a mapping of sections")
     return cast("dict[str, Any]", data)
+
+
+def _foreign(value: Any, key: str = "", inside: tuple[int, ...] = ()) -> str | None:
+    """`KEY = VALUE` of the first value that JSON has no form for, such as a date or an infinity."""
+    if id(value) in inside:
+        return f"{key} = itself"
+    if isinstance(value, dict):
+        items: list[tuple[Any, Any]] = list(cast("dict[Any, Any]", value).items())
+    elif isinstance(value, list):
+        items = list(enumerate(cast("list[Any]", value)))
+    else:
+        plain = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+        return None if plain else f"{key} = {value}"
+    found = (_foreign(v, f"{key}.{k}" if key else str(k), (*inside, id(value))) for k, v in items)
+    return next((text for text in found if text), None)
 
 
 def _explain(problem: ErrorDetails, data: Any, model: type[BaseModel]) -> str:
@@ -115,12 +135,14 @@ def _without_tags(location: tuple[int | str, ...], data: Any) -> tuple[int | str
     """Drop the names of union branches, which pydantic puts among the keys (`train.tuning.lora.rank`)."""
     kept: list[int | str] = []
     here = data
-    for index, part in enumerate(location):
+    entered = True  # the name of a branch follows at once, and may be a key in it too (`base.path.path`)
+    for part in location:
         if isinstance(here, dict):
             keys = cast("dict[Any, Any]", here)
-            if part not in keys and part == keys.get("kind") and index < len(location) - 1:
+            if entered and part == keys.get("kind"):
+                entered = False
                 continue
-            here = keys.get(part)
+            here, entered = keys.get(part), True
         elif isinstance(here, list) and isinstance(part, int):
             here = cast("list[Any]", here)[part]
         elif here is not None:  # a scalar: what follows names branches of a union such as `int | "auto"`

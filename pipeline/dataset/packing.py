@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
+import pyarrow  # pyright: ignore[reportMissingTypeStubs] - ships no types
+
+pa: Any = pyarrow
 
 _INTS = pa.list_(pa.int32())
 SCHEMA = pa.schema({"input_ids": _INTS, "labels": _INTS, "seq_lengths": _INTS, "documents": _INTS})

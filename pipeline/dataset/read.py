@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from pipeline.config.errors import DataError
 
@@ -70,7 +70,7 @@ def _line_rows(path: Path) -> Iterator[Record | Reject]:
 def _array_rows(path: Path) -> Iterator[Record | Reject]:
     try:
         rows: list[Any] = json.loads(path.read_bytes().removeprefix(_BOM), parse_constant=_refuse_constant)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path}: begins as a JSON array and is none ({error}); repair it, or write one object per line"
         ) from error
@@ -95,7 +95,7 @@ def _parsed(place: str, content: bytes) -> Record | Reject:
 def _checked(place: str, value: object) -> Record | Reject:
     if not isinstance(value, dict):
         return Reject(place, "not_an_object", f"holds {type(value).__name__}")
-    return Record(place, value)
+    return Record(place, cast("dict[str, Any]", value))
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -128,7 +128,7 @@ def _special_token_map(model: Path) -> dict[str, str]:
 class _Generation(Extension):
     """`{% generation %}`: a marker some templates carry around answers; here it only renders its body."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}  # pyright: ignore[reportIncompatibleVariableOverride] - a class variable there too
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -147,6 +147,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
     def tojson(value: Any, indent: int | None = None) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
-    environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception  # pyright: ignore[reportUnknownMemberType] - a bare dict in jinja2
+    environment.filters["tojson"] = tojson  # pyright: ignore[reportUnknownMemberType] - a bare dict in jinja2
     return environment

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from pipeline.config.errors import ModelError
 from pipeline.dataset.masking import IGNORED, PartTokenizer, tokenise
@@ -25,18 +25,18 @@ class Answer:
     stopped: bool
 
 
-def load(folder: Path) -> PreTrainedModel:
+def load(folder: Path) -> Any:
     """The model of a folder, on the first GPU if there is one."""
     cuda = torch.cuda.is_available()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if cuda else torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if cuda else torch.float32)
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder}: transformers cannot load it: {str(error).splitlines()[0]}; run `dvc repro`") from error
     return model.to("cuda" if cuda else "cpu").eval()
 
 
 def answers(
-    model: PreTrainedModel, prompts: Sequence[str], tokenizer: PartTokenizer, stop: int, *, max_new_tokens: int, batch: int
+    model: Any, prompts: Sequence[str], tokenizer: PartTokenizer, stop: int, *, max_new_tokens: int, batch: int
 ) -> list[Answer]:
     """Greedy answers, in order. Prompts of like length run together; shorter ones are padded on the left and masked."""
     ids = [document.input_ids for document in tokenise([[p] for p in prompts], tokenizer)]
@@ -66,14 +66,14 @@ def answers(
     return [found[i] for i in range(len(ids))]
 
 
-def loss(model: PreTrainedModel, rows: Sequence[Sequence[str]], tokenizer: PartTokenizer) -> float:
+def loss(model: Any, rows: Sequence[Sequence[str]], tokenizer: PartTokenizer) -> float:
     """Mean negative log-likelihood per supervised token (nats) of rows of parts, each by itself."""
     total, count = 0.0, 0
     for document in tokenise(rows, tokenizer):
         ids = torch.tensor([document.input_ids], device=model.device)
         labels = torch.tensor(document.labels[1:], device=model.device)
         with torch.no_grad():
-            logits: Any = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
         total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"))
         count += document.supervised
     return total / count

@@ -49,7 +49,8 @@ def _consolidated(checkpoint: Path, zero: int) -> Mapping[str, torch.Tensor]:
         return torch.load(files[-1], map_location="cpu", mmap=True, weights_only=False)["module"]
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # the converter narrates
-            return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), exclude_frozen_parameters=False)
+            state: Any = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), exclude_frozen_parameters=False)
+        return state
     except (FileNotFoundError, ValueError) as error:
         raise ModelError(
             f"{checkpoint}: {error}; restore the folder or train again (`dvc repro --force --single-item train`)"
@@ -71,9 +72,8 @@ def _with_adapters(base: Path, checkpoint: Path, state: Mapping[str, torch.Tenso
     """The base model with the checkpoint's adapters merged; the adapter itself is written to `folder/adapter`."""
     from peft import PeftConfig, get_peft_model
 
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), PeftConfig.from_pretrained(checkpoint)
-    )
+    config = PeftConfig.from_pretrained(str(checkpoint))
+    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
     trained = {name: tensor for name, tensor in state.items() if "lora_" in name}
     expected = {name for name, p in model.named_parameters() if p.requires_grad}
     if trained.keys() != expected:
@@ -86,7 +86,7 @@ def _with_adapters(base: Path, checkpoint: Path, state: Mapping[str, torch.Tenso
             f"{checkpoint}: every lora_B is zero, so nothing was trained; check target_modules and the learning rate"
         )
     model.load_state_dict(trained, strict=False)
-    model.save_pretrained(folder / "adapter")
+    model.save_pretrained(str(folder / "adapter"))
     merged = model.merge_and_unload()
     _check_tensors(merged)
     return merged

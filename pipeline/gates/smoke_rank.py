@@ -41,11 +41,13 @@ class FirstGradient(TrainerCallback):
         self.gradient: dict[str, torch.Tensor] = {}
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        engine = self.session.trainer.model_wrapped
+        engine = self.session.engine
         step = engine.step
 
         def step_once(*args: Any, **kwargs: Any) -> Any:
-            self.gradient = {name: safe_get_full_grad(p).detach().float().cpu().clone() for name, p in _trainable(engine.module)}
+            self.gradient = {
+                name: _present(safe_get_full_grad(p)).detach().float().cpu().clone() for name, p in _trainable(engine.module)
+            }
             engine.step = step
             return step(*args, **kwargs)
 
@@ -69,12 +71,13 @@ def reference(session: Session, adapters: dict[str, torch.Tensor], formatted: Pa
     """Loss (mean over supervised tokens) and gradient of the first global batch, from text, in one process."""
     spec = session.spec
     device = session.trainer.args.device
-    config = session.trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    plugin: Any = session.trainer.accelerator.state.deepspeed_plugin
     unset_hf_deepspeed_config()  # under ZeRO-3 transformers would partition this model too
-    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32, attn_implementation="eager").to(device)
-    set_hf_deepspeed_config(config)
+    model: Any = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32, attn_implementation="eager")
+    model.to(device)
+    set_hf_deepspeed_config(plugin.hf_ds_config)
     if adapters:
-        model = get_peft_model(model, session.trainer.model.peft_config["default"])
+        model = get_peft_model(model, session.model.peft_config["default"])
         for name, parameter in _trainable(model):
             parameter.data.copy_(adapters[name])
     model.eval()
@@ -90,7 +93,7 @@ def reference(session: Session, adapters: dict[str, torch.Tensor], formatted: Pa
         loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / supervised
         loss.backward()
         total += float(loss.detach())
-    return total, {name: p.grad.float().cpu() for name, p in _trainable(model)}
+    return total, {name: _present(p.grad).float().cpu() for name, p in _trainable(model)}
 
 
 def gradient_error(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -102,7 +105,12 @@ def gradient_error(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     return (difference / norm) ** 0.5 if norm else float("inf")
 
 
-def _trainable(model: torch.nn.Module) -> Iterable[tuple[str, torch.nn.Parameter]]:
+def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None, "a trainable parameter without a gradient"
+    return tensor
+
+
+def _trainable(model: Any) -> Iterable[tuple[str, torch.nn.Parameter]]:
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
 
 
@@ -115,8 +123,8 @@ def _weight_gap(session: Session) -> float:
     """Largest difference of any weight between two ranks, of the copies they compute with (ZeRO-3: of what gathering
     gives them)."""
     gap = 0.0
-    for _, parameter in _trainable(session.trainer.model):
-        weight = safe_get_full_fp32_param(parameter) if session.spec.zero == 3 else parameter.data
+    for _, parameter in _trainable(session.model):
+        weight = _present(safe_get_full_fp32_param(parameter)) if session.spec.zero == 3 else parameter.data
         low, high = weight.float().clone(), weight.float().clone()
         dist.all_reduce(low, op=dist.ReduceOp.MIN)
         dist.all_reduce(high, op=dist.ReduceOp.MAX)
@@ -128,8 +136,8 @@ def main(spec_path: Path, formatted: Path) -> None:
     session = prepare(load_spec(spec_path))
     first, seen = FirstGradient(session), SeenDocuments(session)
     adapters = {}
-    if hasattr(session.trainer.model, "peft_config"):
-        adapters = {n: p.detach().float().cpu().clone() for n, p in _trainable(session.trainer.model)}
+    if hasattr(session.model, "peft_config"):
+        adapters = {n: p.detach().float().cpu().clone() for n, p in _trainable(session.model)}
     loss, expected = reference(session, adapters, formatted) if dist.get_rank() == 0 else (0.0, {})
     dist.barrier()
     train(session, [first, seen])

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer, TrainerCallback
-from trl import SFTConfig, SFTTrainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
 from pipeline.artifact import write_json
 from pipeline.config.params import LoraTuning
@@ -58,9 +58,9 @@ class PackedTrainer(SFTTrainer):
         """Row numbers this rank has trained on since the observer last cleared the list."""
         super().__init__(**arguments)
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> DataOrder:
-        rows = len(train_dataset if train_dataset is not None else self.train_dataset)
-        return DataOrder(rows, self.spec.params.seed, self.spec.steps * self.spec.params.global_batch)
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset: Any = train_dataset if train_dataset is not None else self.train_dataset
+        return DataOrder(len(dataset), self.spec.params.seed, self.spec.steps * self.spec.params.global_batch)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         self.documents += inputs.pop("documents").tolist()
@@ -68,16 +68,17 @@ class PackedTrainer(SFTTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Weights are in the engine's shards; here only what names them: the configuration, and that of adapters."""
+        model: Any = self.model
         if self.args.should_save and output_dir is not None:
-            self.model.config.save_pretrained(output_dir)
-            for adapter in getattr(self.model, "peft_config", {}).values():
+            model.config.save_pretrained(output_dir)
+            for adapter in getattr(model, "peft_config", {}).values():
                 adapter.save_pretrained(output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         Trainer._save_checkpoint(self, model, trial)  # TRL's own adds a model card
         dist.barrier()
         if self.args.should_save:
-            run, step = Path(self.args.output_dir), self.state.global_step
+            run, step = Path(self.spec.run), self.state.global_step
             checkpoint.mark_complete(
                 run / checkpoint.folder_name(step),
                 step,
@@ -115,7 +116,18 @@ class Session:
 
     spec: Spec
     trainer: PackedTrainer
-    packed: Dataset
+    packed: Any
+    """The training sequences, as a `datasets.Dataset`."""
+
+    @property
+    def model(self) -> Any:
+        """The module that is trained."""
+        return self.trainer.model
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's engine around it, once training has begun."""
+        return self.trainer.model_wrapped
 
 
 def prepare(spec: Spec) -> Session:
@@ -226,7 +238,7 @@ def _summary(session: Session, seconds: float, resumed_from: int) -> dict[str, A
     elif spec.zero == 3:
         _probe_logits(session)  # every rank takes part in gathering the weights
     curve = read_curve(Path(spec.run))
-    parameters = sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in trainer.model.parameters())
+    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in session.model.parameters())
     return {
         "steps_run": steps,
         "resumed_from": resumed_from,
@@ -254,12 +266,12 @@ def held_out_loss(session: Session) -> float | None:
     rows = Dataset.from_file(str(Path(spec.packed) / "validation.arrow"))
     if not len(rows):
         return None
-    model, device = trainer.model_wrapped, trainer.args.device
+    model, device, collate = session.engine, trainer.args.device, PackedCollator(pad_token_id=0, padding_free=True)
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for start in range(0, len(rows), spec.ranks):
         mine = start + dist.get_rank()
-        batch = trainer.data_collator([rows[min(mine, len(rows) - 1)]])
+        batch = collate.torch_call([rows[min(mine, len(rows) - 1)]])
         inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items() if k != "documents"}
         with torch.no_grad():
             outputs = model(**inputs, use_cache=False, fused_lm_head=True)
@@ -271,7 +283,7 @@ def held_out_loss(session: Session) -> float | None:
 
 def _probe_logits(session: Session) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.tensor([session.packed[0]["input_ids"][:PROBE_TOKENS]], device=session.trainer.args.device)
-    model = session.trainer.model_wrapped
+    model = session.engine
     model.eval()
     with torch.no_grad():
         return ids, model(input_ids=ids, use_cache=False).logits.float()
