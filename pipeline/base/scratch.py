@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.params import ScratchBase
-from pipeline.dataset.convert import to_example
+from pipeline.dataset.convert import Example, to_example
 from pipeline.dataset.read import Record, find_files, read_rows
 
 PAD, END = "<|pad|>", "<|end|>"
@@ -28,7 +26,18 @@ CHAT_TEMPLATE = (
 
 def make(params: ScratchBase, raw: Path, folder: Path) -> None:
     """Write model and tokenizer into `folder`."""
-    tokenizer = _train_tokenizer(_texts(find_files(raw, params.corpus)), params)
+    trained = _train_tokenizer(_texts(find_files(raw, params.corpus)), params)
+    import torch  # seconds, which an error above need not take
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=trained,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=params.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     ids = tokenizer.get_vocab()
     config = LlamaConfig(
@@ -55,11 +64,11 @@ def _texts(files: Sequence[Path]) -> Iterator[str]:
     for path in files:
         for row in read_rows(path):
             example = to_example(row, (PAD, END, *ROLES)) if isinstance(row, Record) else row
-            if isinstance(row, Record) and not hasattr(example, "reason"):
-                yield from (value for value in row.value.values() if isinstance(value, str))
+            if isinstance(example, Example):
+                yield from (example.instruction, example.input, example.output)
 
 
-def _train_tokenizer(texts: Iterator[str], params: ScratchBase) -> PreTrainedTokenizerFast:
+def _train_tokenizer(texts: Iterator[str], params: ScratchBase) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -77,12 +86,4 @@ def _train_tokenizer(texts: Iterator[str], params: ScratchBase) -> PreTrainedTok
             f"base.vocab_size = {params.vocab_size}: the bytes and special tokens alone are "
             f"{tokenizer.get_vocab_size()}; raise it"
         )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        model_max_length=params.max_position_embeddings,
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    return tokenizer

@@ -51,6 +51,7 @@ class ScratchBase(Section):
     """A small Llama with random weights and a byte-level BPE trained on the raw text."""
 
     kind: Literal["scratch"]
+    """Made here; nothing is needed but the corpus."""
     corpus: Annotated[list[str], Field(min_length=1)]
     """Files of the raw folder whose text the tokenizer is trained on; globs allowed."""
     vocab_size: Annotated[int, Field(ge=300)]
@@ -82,6 +83,7 @@ class PathBase(Section):
     """A local Hugging Face folder with config, safetensors and tokenizer."""
 
     kind: Literal["path"]
+    """Copied from a folder."""
     path: str
     """The folder; relative to the repository, or absolute."""
     content: Sha256
@@ -93,6 +95,7 @@ class GgufBase(Section):
     """A GGUF file, dequantised to fp32."""
 
     kind: Literal["gguf"]
+    """Converted from a GGUF file."""
     package: str | None
     """Installed Python package that holds the file, or null for a plain path."""
     file: str
@@ -105,6 +108,7 @@ class HubBase(Section):
     """A model on the Hugging Face hub at one commit."""
 
     kind: Literal["hub"]
+    """Downloaded once."""
     id: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
     """`owner/name`."""
     revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
@@ -145,12 +149,14 @@ class FullTuning(Section):
     """Every weight is trained."""
 
     kind: Literal["full"]
+    """No adapters."""
 
 
 class LoraTuning(Section):
     """Low-rank adapters on linear layers (arXiv:2106.09685)."""
 
     kind: Literal["lora"]
+    """Adapters; the base weights stay as they are."""
     rank: Positive
     """Rank of the update."""
     alpha: Positive
@@ -165,6 +171,7 @@ class TrainParams(Section):
     """What is optimised; where it runs stands in a profile."""
 
     tuning: Annotated[FullTuning | LoraTuning, Field(discriminator="kind")]
+    """Which weights are trained: all, or adapters beside them."""
     precision: Literal["fp32", "bf16", "fp16"]
     """Arithmetic of forward and backward; master weights are fp32 in all three."""
     global_batch: Positive

@@ -88,6 +88,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _foreign(value: Any, key: str = "", inside: tuple[int, ...] = ()) -> str | None:
     """`KEY = VALUE` of the first value that JSON has no form for, such as a date or an infinity."""
+    above = (*inside, id(value))
     if id(value) in inside:
         return f"{key} = itself"
     if isinstance(value, dict):
@@ -97,7 +98,7 @@ def _foreign(value: Any, key: str = "", inside: tuple[int, ...] = ()) -> str | N
     else:
         plain = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
         return None if plain else f"{key} = {value}"
-    found = (_foreign(v, f"{key}.{k}" if key else str(k), (*inside, id(value))) for k, v in items)
+    found = (_foreign(v, f"{key}.{k}" if key else str(k), above) for k, v in items)
     return next((text for text in found if text), None)
 
 

@@ -47,7 +47,7 @@ def to_example(record: Record, special_tokens: Collection[str]) -> Example | Rej
         return Reject(place, "empty_answer", "'output' is empty")
     if not (example.instruction.strip() or example.input.strip()):
         return Reject(place, "empty_question", "'instruction' and 'input' are empty")
-    text = example.instruction + example.input + example.output
+    text = "\n".join((example.instruction, example.input, example.output))
     for token in special_tokens:
         if token in text:
             return Reject(place, "special_token", f"the text spells the special token {token!r}")
@@ -57,8 +57,8 @@ def to_example(record: Record, special_tokens: Collection[str]) -> Example | Rej
 
 
 def ignored_fields(record: Record) -> list[str]:
-    """Keys of a row that conversion does not look at."""
-    return [key for key in record.value if key not in _USED and key not in _REFUSED]
+    """Keys of a row that conversion does not look at, half a surrogate pair in one as `?`."""
+    return [key.encode("utf-8", "replace").decode() for key in record.value if key not in _USED and key not in _REFUSED]
 
 
 def _encodable(text: str) -> bool:

@@ -68,6 +68,9 @@ Facts = TypeVar("Facts", FormattedFacts, PackedFacts)
 
 def _read(folder: Path, model: Path, facts: type[Facts], stage: str) -> Facts:
     manifest: dict[str, Any] = read_manifest(folder, f"the {folder.name} set")
+    absent = [field.name for field in dataclasses.fields(facts) if field.name not in manifest]
+    if absent:
+        raise DataError(f"{folder}: its manifest lacks '{absent[0]}', so an earlier version made it; run `dvc repro {stage}`")
     found = facts(**{field.name: manifest[field.name] for field in dataclasses.fields(facts)})
     wanted = tokenizer_digest(model)
     if found.tokenizer_digest != wanted:

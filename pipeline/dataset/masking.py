@@ -57,8 +57,8 @@ def load_tokenizer(model: Path) -> PartTokenizer:
     with_special = tokenizer.encode("a").ids
     without = tokenizer.encode("a", add_special_tokens=False).ids
     # An end token that the tokenizer would add is left out: the template has its own.
-    start = with_special[: len(with_special) - len(without)] if with_special[-len(without) :] == without else with_special[:1]
-    return PartTokenizer(tokenizer, tuple(start))
+    before = next((i for i in range(len(with_special)) if with_special[i : i + len(without)] == without), 0)
+    return PartTokenizer(tokenizer, tuple(with_special[:before]))
 
 
 def tokenise(rows: Sequence[Sequence[str]], tokenizer: PartTokenizer) -> list[Document]:

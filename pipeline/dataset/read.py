@@ -40,6 +40,9 @@ def find_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """The files the patterns name below `folder`, in the order stated, each once; DataError for a pattern that names none."""
     found: dict[Path, None] = {}
     for pattern in patterns:
+        parts = Path(pattern).parts
+        if not parts or Path(pattern).is_absolute() or ".." in parts:  # what lies elsewhere is no dep of the stage
+            raise DataError(f"'{pattern}': not a path below {folder}; put the file there and name it relative to that folder")
         matches = sorted(p for p in folder.glob(pattern) if p.is_file())
         if not matches:
             there = ", ".join(sorted(p.name for p in folder.glob("*"))) if folder.is_dir() else "no such folder"

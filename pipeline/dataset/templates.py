@@ -72,39 +72,53 @@ def _chat(model: Path, special: dict[str, str]) -> Template:
     if not path.is_file():
         raise ModelError("template 'chat': the base model has no chat template; use 'alpaca_en' or 'alpaca_zh', or another base")
     source = path.read_text(encoding="utf-8")
-    compiled = _environment().from_string(source)
+    try:
+        compiled = _environment().from_string(source)
+    except TemplateError as error:
+        raise ModelError(f"template 'chat': not valid Jinja: {_line(error)}; use 'alpaca_en' or 'alpaca_zh'") from error
 
     def text_of(messages: list[dict[str, str]], *, prompt: bool) -> str:
-        return compiled.render(messages=messages, add_generation_prompt=prompt, **special)
+        return compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **special)
 
-    def split(example: Example) -> tuple[str, str, str]:
-        """Prompt, answer, and what the template writes after the answer."""
+    def turns(example: Example) -> tuple[str, str]:
+        """The prompt, and what the template writes after it once the answer is known."""
         question = example.instruction + ("\n" + example.input if example.input else "")
         messages = [{"role": "user", "content": question}]
         try:
             prompt = text_of(messages, prompt=True)
             whole = text_of([*messages, {"role": "assistant", "content": example.output}], prompt=False)
-        except TemplateError as error:
-            raise DataError(f"{example.place}: the chat template fails: {error}; use 'alpaca_en' or 'alpaca_zh'") from error
+        except Exception as error:  # an expression in a template raises what Python raises
+            raise DataError(
+                f"{example.place}: the chat template fails: {_line(error)}; use 'alpaca_en' or 'alpaca_zh'"
+            ) from error
         if not whole.startswith(prompt):
             raise DataError(
                 f"{example.place}: the chat template writes another prompt with an answer than without, so what is "
                 "supervised is not clear; use 'alpaca_en' or 'alpaca_zh'"
             )
-        tail = whole[len(prompt) :]
-        answer = example.output if example.output in tail else example.output.strip()  # some templates strip
-        before, found, after = tail.partition(answer)
-        if not found:
-            raise DataError(f"{example.place}: the chat template changes the answer; use 'alpaca_en' or 'alpaca_zh'")
-        return prompt + before, answer, after
+        return prompt, whole[len(prompt) :]
 
-    stop = _stop_token(split(_PROBE)[2], special_tokens(model))
+    def changed(example: Example) -> DataError:
+        return DataError(f"{example.place}: the chat template changes the answer; use 'alpaca_en' or 'alpaca_zh'")
+
+    _, found, closing = turns(_PROBE)[1].rpartition(_PROBE.output)
+    if not found:
+        raise changed(_PROBE)
+    stop = _stop_token(closing, special_tokens(model))
 
     def render(example: Example) -> tuple[str, ...]:
-        prompt, answer, _ = split(example)
-        return prompt, answer + stop
+        prompt, tail = turns(example)
+        # Found from the end: what a template writes before it (`<think>`) may spell a short answer too. Some templates strip.
+        for answer in (example.output, example.output.strip()):
+            if tail.endswith(answer + closing):
+                return prompt + tail.removesuffix(answer + closing), answer + stop
+        raise changed(example)
 
     return Template("chat", stop, digest_text(source), render)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _stop_token(after: str, candidates: tuple[str, ...]) -> str:
@@ -144,8 +158,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment.globals["raise_exception"] = raise_exception  # pyright: ignore[reportUnknownMemberType] - a bare dict in jinja2
     environment.filters["tojson"] = tojson  # pyright: ignore[reportUnknownMemberType] - a bare dict in jinja2
