@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 import pyarrow as pa
 
@@ -65,17 +66,21 @@ def format(format: FormatParams, *, raw: Path, model: Path, formatted: Path) -> 
                         ignored.update(ignored_fields(row))
                         row = to_example(row, forbidden)
                     if isinstance(row, Reject):
-                        reasons[row.reason] += 1
-                        rejects.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
+                        _note(row, reasons, rejects)
                         continue
                     key = row_key(row)
                     if key in seen:
                         duplicates += 1
                         continue
                     seen.add(key)
+                    try:
+                        parts = template.render(row)
+                    except DataError as error:  # this row only: a template that fails for all fails when it is loaded
+                        _note(Reject(row.place, "template", str(error).removeprefix(f"{row.place}: ")), reasons, rejects)
+                        continue
                     split = "validation" if is_held_out(row, format.validation_share, format.split_seed) else "train"
                     kept[split] += 1
-                    writers[split].write(template.render(row), row.place, key)
+                    writers[split].write(parts, row.place, key)
         for writer in writers.values():
             writer.close()
         _check_rejects(reasons, sum(sources.values()), format.max_reject_share, raw)
@@ -126,6 +131,11 @@ class _RowWriter:
         if self._rows:
             self._stream.write_batch(pa.RecordBatch.from_pylist(self._rows, schema=SCHEMA))
         self._rows = []
+
+
+def _note(reject: Reject, reasons: Counter[str], file: TextIO) -> None:
+    reasons[reject.reason] += 1
+    file.write(json.dumps(asdict(reject), ensure_ascii=False) + "\n")
 
 
 def _check_rejects(reasons: Counter[str], rows: int, limit: float, raw: Path) -> None:

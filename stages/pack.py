@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from io import BufferedRandom
 from pathlib import Path
 
 import numpy as np
@@ -142,7 +143,7 @@ def _fitted(document: Document, params: PackParams, counts: Counter[str], place:
     return document
 
 
-def _mapped(file: tempfile._TemporaryFileWrapper[bytes]) -> np.ndarray:
+def _mapped(file: BufferedRandom) -> np.ndarray:
     file.flush()
     size = file.seek(0, 2)
     return np.memmap(file, np.int32, "r") if size else np.empty(0, np.int32)

@@ -1,0 +1,93 @@
+"""What formatted and packed sets say of themselves.
+
+Would catch: data made for another tokenizer taken for this one's, an unfinished folder taken for a finished one, an
+error that does not say which stage to run.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from pipeline.artifact import digest_file, publish
+from pipeline.config.errors import DataError
+from pipeline.dataset.manifest import FormattedFacts, PackedFacts, read_formatted, read_packed, tokenizer_digest
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def _formatted(digest: str) -> FormattedFacts:
+    return FormattedFacts("chat", "d" * 64, "<|end|>", digest, 9, 1)
+
+
+def _packed(digest: str) -> PackedFacts:
+    return PackedFacts("chat", "d" * 64, "<|end|>", 4, digest, 128, 5, 600, 1)
+
+
+def _published(folder: Path, facts: FormattedFacts | PackedFacts) -> Path:
+    with publish(folder, asdict(facts)) as inside:
+        (inside / "train.arrow").write_text("rows")
+    return folder
+
+
+def test_facts_come_back(model: Path, tmp_path: Path) -> None:
+    digest = tokenizer_digest(model)
+    assert digest == digest_file(model / "tokenizer.json")
+    assert read_formatted(_published(tmp_path / "formatted", _formatted(digest)), model) == _formatted(digest)
+    assert read_packed(_published(tmp_path / "packed", _packed(digest)), model) == _packed(digest)
+
+
+def test_another_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
+    digest = tokenizer_digest(model)
+    formatted = _published(tmp_path / "formatted", _formatted(digest))
+    packed = _published(tmp_path / "packed", _packed(digest))
+    (model / "tokenizer.json").write_text('{"changed": true}')
+    with pytest.raises(DataError, match=f"made for tokenizer {digest[:12]}, but .* run `dvc repro format`"):
+        read_formatted(formatted, model)
+    with pytest.raises(DataError, match=f"made for tokenizer {digest[:12]}, but .* run `dvc repro pack`"):
+        read_packed(packed, model)
+
+
+def test_missing_folder(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the packed set is missing; `dvc repro` makes it"):
+        read_packed(tmp_path / "packed", model)
+
+
+def test_a_folder_without_manifest_is_unfinished(model: Path, tmp_path: Path) -> None:
+    folder = _published(tmp_path / "packed", _packed(tokenizer_digest(model)))
+    (folder / "manifest.json").unlink()
+    with pytest.raises(DataError, match="missing"):
+        read_packed(folder, model)
+
+
+@pytest.mark.parametrize("content", ["", '{"template": "chat"', "[]", "\x00"])
+def test_broken_manifest(content: str, model: Path, tmp_path: Path) -> None:
+    folder = _published(tmp_path / "packed", _packed(tokenizer_digest(model)))
+    (folder / "manifest.json").write_text(content)
+    with pytest.raises(DataError, match=r"manifest\.json: the packed set"):
+        read_packed(folder, model)
+
+
+def test_a_manifest_of_an_older_form(model: Path, tmp_path: Path) -> None:
+    folder = _published(tmp_path / "packed", _packed(tokenizer_digest(model)))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["stop_token_id"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=r"stop_token_id.*dvc repro pack"):
+        read_packed(folder, model)
+
+
+def test_base_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no tokenizer\.json; `dvc repro base` makes it"):
+        tokenizer_digest(tmp_path)
