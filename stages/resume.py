@@ -101,7 +101,7 @@ def resume(
             last.folder, settings.zero, model, run / "export", stop_token=facts.stop_token, dtype="float32", max_shard_gib=4.0
         )
     checks += export_checks(resume, straight / "export", broken / "export", straight / "probe.safetensors")
-    verdicts.judge("resume", profile.stem, checks)
+    verdicts.judge("resume", profile.stem, checks, folder / "checks.json")
     verdicts.write_verdict(verdict, "resume", profile.stem, fingerprint)
     values = {check.name: check.value for check in checks}
     return ResumeMetrics(

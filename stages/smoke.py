@@ -1,7 +1,7 @@
 """Train a hundred samples on one rung and check everything that a hundred samples can show.
 
-Contract: `verdict` is written only if every check passes; its content is fixed. Metrics are written either way, so a
-failure can be read.
+Contract: `verdict` is written only if every check passes; its content is fixed. The checks of a failed gate can be read in
+`scratch/gates/smoke-RUNG/checks.json`.
 
 Command: python -m stages.smoke --profile profiles/local.yaml --below models/gates/ground/resume.json --model models/base
          --formatted data/formatted --packed data/packed --scratch models/runs
@@ -76,7 +76,7 @@ def smoke(
     report = read_json(run / "smoke.json", "the smoke gate's report")
     due = documents_due(packed, sequences, train.seed, train.global_batch, steps)
     checks += run_checks(smoke, due, read_curve(run), report, result)
-    verdicts.judge("smoke", profile.stem, checks)
+    verdicts.judge("smoke", profile.stem, checks, run / "checks.json")
     verdicts.write_verdict(verdict, "smoke", profile.stem, fingerprint)
     return SmokeMetrics(
         checks=verdicts.as_metrics(checks),

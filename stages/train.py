@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.artifact import read_json, write_json
-from pipeline.config.errors import ModelError
+from pipeline.config.errors import LaunchError, ModelError
 from pipeline.config.params import Ladder, TrainParams
 from pipeline.config.schema import load_profile
 from pipeline.dataset.manifest import read_packed
@@ -25,7 +25,7 @@ from pipeline.stage import run_stage
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training.batching import steps_for
 from pipeline.training.owner import owned
-from pipeline.training.run import make_spec, start
+from pipeline.training.run import make_spec, plan, start
 from pipeline.training.spec import run_fingerprint
 
 
@@ -74,6 +74,13 @@ def train(
             print(f"train: run {fingerprint[:12]} is finished ({steps} steps); nothing to do", file=sys.stderr)
             result = read_json(run / "result.json", "the result of the run")
         else:
+            split = plan(train, profile)
+            if newest is not None and (newest.facts["ranks"], newest.facts["zero"]) != (split.ranks, profile.zero):
+                raise LaunchError(
+                    f"{newest.folder}: saved by {newest.facts['ranks']} ranks with ZeRO {newest.facts['zero']}, this rung has "
+                    f"{split.ranks} ranks with ZeRO {profile.zero}, and shards fit one size only; continue on that size, or "
+                    "delete the run folder to train from the start"
+                )
             resume_from = newest.folder.name if newest is not None else None
             where = f"continues at {resume_from}" if resume_from else "from the start"
             print(f"train: run {fingerprint[:12]}, {steps} steps, {where}", file=sys.stderr)

@@ -34,28 +34,90 @@ from pathlib import Path
 SEED = 20240305
 DIRT = {"broken": 24, "empty": 24, "duplicate": 24, "overlong": 18}
 
-NUMBERS = {2: ("two", "两"), 3: ("three", "三"), 4: ("four", "四"), 5: ("five", "五"),
-           6: ("six", "六"), 7: ("seven", "七"), 8: ("eight", "八"), 9: ("nine", "九")}
-COLOURS = {"red": "红色", "blue": "蓝色", "green": "绿色", "white": "白色",
-           "black": "黑色", "yellow": "黄色", "grey": "灰色", "brown": "棕色"}
-ANIMALS = {"cat": "猫", "dog": "狗", "bird": "鸟", "duck": "鸭子", "tiger": "老虎",
-           "rabbit": "兔子", "monkey": "猴子", "panda": "熊猫", "lion": "狮子", "bear": "熊"}
-PLACES = {"garden": "花园", "school": "学校", "park": "公园", "kitchen": "厨房",
-          "forest": "森林", "shop": "商店"}
+NUMBERS = {
+    2: ("two", "两"),
+    3: ("three", "三"),
+    4: ("four", "四"),
+    5: ("five", "五"),
+    6: ("six", "六"),
+    7: ("seven", "七"),
+    8: ("eight", "八"),
+    9: ("nine", "九"),
+}
+COLOURS = {
+    "red": "红色",
+    "blue": "蓝色",
+    "green": "绿色",
+    "white": "白色",
+    "black": "黑色",
+    "yellow": "黄色",
+    "grey": "灰色",
+    "brown": "棕色",
+}
+ANIMALS = {
+    "cat": "猫",
+    "dog": "狗",
+    "bird": "鸟",
+    "duck": "鸭子",
+    "tiger": "老虎",
+    "rabbit": "兔子",
+    "monkey": "猴子",
+    "panda": "熊猫",
+    "lion": "狮子",
+    "bear": "熊",
+}
+PLACES = {"garden": "花园", "school": "学校", "park": "公园", "kitchen": "厨房", "forest": "森林", "shop": "商店"}
 PEOPLE = {"Tom": "汤姆", "Anna": "安娜", "Lucy": "露西", "David": "大卫", "Mary": "玛丽", "Jack": "杰克"}
-FOODS = {"tea": "茶", "coffee": "咖啡", "rice": "米饭", "bread": "面包", "milk": "牛奶",
-         "fish": "鱼", "soup": "汤", "fruit": "水果"}
+FOODS = {
+    "tea": "茶",
+    "coffee": "咖啡",
+    "rice": "米饭",
+    "bread": "面包",
+    "milk": "牛奶",
+    "fish": "鱼",
+    "soup": "汤",
+    "fruit": "水果",
+}
 VERBS = {"like": ("likes", "喜欢"), "want": ("wants", "想要"), "buy": ("buys", "买"), "sell": ("sells", "卖")}
-ITEMS = {"apple": "苹果", "banana": "香蕉", "grape": "葡萄", "lemon": "柠檬", "mango": "芒果",
-         "pear": "梨"}
-OPPOSITES = [("big", "small"), ("hot", "cold"), ("old", "new"), ("fast", "slow"), ("high", "low"),
-             ("long", "short"), ("rich", "poor"), ("wet", "dry")]
-OPPOSITES_ZH = [("大", "小"), ("热", "冷"), ("新", "旧"), ("快", "慢"), ("高", "低"),
-                ("长", "短"), ("多", "少"), ("远", "近")]
-PLURALS = {"cat": "cats", "box": "boxes", "city": "cities", "leaf": "leaves", "child": "children",
-           "man": "men", "mouse": "mice", "foot": "feet", "bus": "buses", "dog": "dogs", "baby": "babies"}
-MONTHS = ["January", "February", "March", "April", "May", "June", "July",
-          "August", "September", "October", "November", "December"]
+ITEMS = {"apple": "苹果", "banana": "香蕉", "grape": "葡萄", "lemon": "柠檬", "mango": "芒果", "pear": "梨"}
+OPPOSITES = [
+    ("big", "small"),
+    ("hot", "cold"),
+    ("old", "new"),
+    ("fast", "slow"),
+    ("high", "low"),
+    ("long", "short"),
+    ("rich", "poor"),
+    ("wet", "dry"),
+]
+OPPOSITES_ZH = [("大", "小"), ("热", "冷"), ("新", "旧"), ("快", "慢"), ("高", "低"), ("长", "短"), ("多", "少"), ("远", "近")]
+PLURALS = {
+    "cat": "cats",
+    "box": "boxes",
+    "city": "cities",
+    "leaf": "leaves",
+    "child": "children",
+    "man": "men",
+    "mouse": "mice",
+    "foot": "feet",
+    "bus": "buses",
+    "dog": "dogs",
+    "baby": "babies",
+}
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
 CITIES = {"Paris": "巴黎", "London": "伦敦", "Rome": "罗马", "Beijing": "北京", "Tokyo": "东京", "Cairo": "开罗"}
 JOBS = {"doctor": "医生", "teacher": "老师", "driver": "司机", "cook": "厨师", "nurse": "护士", "writer": "作家"}
 DIGITS_ZH = "零一二三四五六七八九"
@@ -92,14 +154,19 @@ def translation(rng: random.Random, key: Hashable, english: str, chinese: str) -
 def translate_group(rng: random.Random) -> Row:
     number, colour, animal = rng.choice(list(NUMBERS)), rng.choice(list(COLOURS)), rng.choice(list(ANIMALS))
     english, chinese = NUMBERS[number]
-    return translation(rng, (number, colour, animal), f"{english} {colour} {animal}s",
-                       f"{chinese}只{COLOURS[colour]}的{ANIMALS[animal]}")
+    return translation(
+        rng, (number, colour, animal), f"{english} {colour} {animal}s", f"{chinese}只{COLOURS[colour]}的{ANIMALS[animal]}"
+    )
 
 
 def translate_place(rng: random.Random) -> Row:
     colour, animal, place = rng.choice(list(COLOURS)), rng.choice(list(ANIMALS)), rng.choice(list(PLACES))
-    return translation(rng, (colour, animal, place), f"The {colour} {animal} is in the {place}.",
-                       f"{COLOURS[colour]}的{ANIMALS[animal]}在{PLACES[place]}里。")
+    return translation(
+        rng,
+        (colour, animal, place),
+        f"The {colour} {animal} is in the {place}.",
+        f"{COLOURS[colour]}的{ANIMALS[animal]}在{PLACES[place]}里。",
+    )
 
 
 def sentence(rng: random.Random) -> tuple[str, str, str]:
@@ -109,8 +176,7 @@ def sentence(rng: random.Random) -> tuple[str, str, str]:
 def translate_sentence(rng: random.Random) -> Row:
     person, verb, food = sentence(rng)
     third, chinese = VERBS[verb]
-    return translation(rng, (person, verb, food), f"{person} {third} {food}.",
-                       f"{PEOPLE[person]}{chinese}{FOODS[food]}。")
+    return translation(rng, (person, verb, food), f"{person} {third} {food}.", f"{PEOPLE[person]}{chinese}{FOODS[food]}。")
 
 
 def negate_en(rng: random.Random) -> Row:
@@ -122,8 +188,12 @@ def negate_en(rng: random.Random) -> Row:
 def negate_zh(rng: random.Random) -> Row:
     person, verb, food = sentence(rng)
     subject, action, thing = PEOPLE[person], VERBS[verb][1], FOODS[food]
-    return Row((person, verb, food), wording(rng, ["改成否定句：", "变为否定句："]),
-               f"{subject}{action}{thing}。", f"{subject}不{action}{thing}。")
+    return Row(
+        (person, verb, food),
+        wording(rng, ["改成否定句：", "变为否定句："]),
+        f"{subject}{action}{thing}。",
+        f"{subject}不{action}{thing}。",
+    )
 
 
 def item_names(chinese: bool) -> list[str]:
@@ -178,8 +248,7 @@ def sort_numbers(rng: random.Random, chinese: bool) -> Row:
     if chinese:
         ask = wording(rng, ["{order}排序：", "{order}排列："], order="从大到小" if down else "从小到大")
     else:
-        ask = wording(rng, ["Sort, {order} first:", "List the {order} number first:"],
-                      order="largest" if down else "smallest")
+        ask = wording(rng, ["Sort, {order} first:", "List the {order} number first:"], order="largest" if down else "smallest")
     ordered = sorted(items, reverse=down)
     return Row((tuple(items), down), ask, ", ".join(map(str, items)), ", ".join(map(str, ordered)))
 
@@ -196,15 +265,18 @@ def extreme_number(rng: random.Random, chinese: bool) -> Row:
 
 def convert_unit(rng: random.Random, chinese: bool) -> Row:
     value = rng.randint(2, 60)
-    english, small_en, big_zh, small_zh, factor = rng.choice([
-        ("metres", "centimetres", "米", "厘米", 100), ("kilometres", "metres", "公里", "米", 1000),
-        ("kilograms", "grams", "公斤", "克", 1000), ("centimetres", "millimetres", "厘米", "毫米", 10)])
+    english, small_en, big_zh, small_zh, factor = rng.choice(
+        [
+            ("metres", "centimetres", "米", "厘米", 100),
+            ("kilometres", "metres", "公里", "米", 1000),
+            ("kilograms", "grams", "公斤", "克", 1000),
+            ("centimetres", "millimetres", "厘米", "毫米", 10),
+        ]
+    )
     if chinese:
-        ask = wording(rng, ["{n}{big}是多少{small}？", "把{n}{big}换算成{small}："],
-                      n=value, big=big_zh, small=small_zh)
+        ask = wording(rng, ["{n}{big}是多少{small}？", "把{n}{big}换算成{small}："], n=value, big=big_zh, small=small_zh)
         return Row((value, english), ask, "", f"{value * factor}{small_zh}")
-    ask = wording(rng, ["How many {small} are {n} {big}?", "Convert {n} {big} to {small}:"],
-                  n=value, big=english, small=small_en)
+    ask = wording(rng, ["How many {small} are {n} {big}?", "Convert {n} {big} to {small}:"], n=value, big=english, small=small_en)
     return Row((value, english), ask, "", f"{value * factor} {small_en}")
 
 
@@ -215,8 +287,9 @@ def convert_time(rng: random.Random, chinese: bool) -> Row:
         span = f"{hours}小时" + (f"{extra}分钟" if extra else "")
         return Row((hours, extra), wording(rng, ["{s}是多少分钟？", "{s}一共几分钟？"], s=span), "", f"{total}分钟")
     span = f"{hours} h" + (f" {extra} min" if extra else "")
-    return Row((hours, extra), wording(rng, ["How many minutes are {s}?", "Give {s} in minutes:"], s=span), "",
-               f"{total} minutes")
+    return Row(
+        (hours, extra), wording(rng, ["How many minutes are {s}?", "Give {s} in minutes:"], s=span), "", f"{total} minutes"
+    )
 
 
 def date(rng: random.Random) -> tuple[int, int, int]:

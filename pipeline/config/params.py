@@ -225,7 +225,7 @@ class ResumeParams(Section):
     kill_after: Positive
     """Step whose checkpoint is complete when the ranks are killed; between 1 and `steps` - 2, so that work is lost and redone."""
     max_loss_gap: Annotated[float, Field(ge=0.0)]
-    """Largest absolute difference in loss between straight and resumed run; 0 asks for bit equality."""
+    """Largest absolute difference in loss, and in gradient norm, between straight and resumed run; 0 asks for bit equality."""
     max_weight_gap: Annotated[float, Field(ge=0.0)]
     """Largest absolute difference of an exported weight; 0 asks for bit equality."""
     max_logit_gap: Annotated[float, Field(ge=0.0)]

@@ -28,6 +28,7 @@ from pipeline.dataset.masking import IGNORED, load_tokenizer, tokenise
 from pipeline.training.batching import DataOrder
 from pipeline.training.sft import Session, close, prepare, train
 from pipeline.training.spec import load_spec
+from pipeline.training.telemetry import forget_peak_memory
 
 REPORT = "smoke.json"
 
@@ -45,9 +46,10 @@ class FirstGradient(TrainerCallback):
         step = engine.step
 
         def step_once(*args: Any, **kwargs: Any) -> Any:
-            self.gradient = {
-                name: _present(safe_get_full_grad(p)).detach().float().cpu().clone() for name, p in _trainable(engine.module)
-            }
+            for name, parameter in _trainable(engine.module):
+                gradient = _present(safe_get_full_grad(parameter))  # collective: every rank asks, rank 0 keeps
+                if dist.get_rank() == 0:
+                    self.gradient[name] = gradient.detach().float().cpu().clone()
             engine.step = step
             return step(*args, **kwargs)
 
@@ -119,6 +121,13 @@ def _parts(formatted: Path, rows: list[int]) -> list[list[str]]:
         return pa.ipc.open_stream(file).read_all().column("parts").take(pa.array(rows)).to_pylist()
 
 
+def _adapters(session: Session) -> dict[str, torch.Tensor]:
+    """The adapters' initial weights, which only the trained model has; empty for full tuning."""
+    if not hasattr(session.model, "peft_config"):
+        return {}
+    return {n: p.detach().float().cpu().clone() for n, p in _trainable(session.model)}
+
+
 def _weight_gap(session: Session) -> float:
     """Largest difference of any weight between two ranks, of the copies they compute with (ZeRO-3: of what gathering
     gives them)."""
@@ -135,10 +144,8 @@ def _weight_gap(session: Session) -> float:
 def main(spec_path: Path, formatted: Path) -> None:
     session = prepare(load_spec(spec_path))
     first, seen = FirstGradient(session), SeenDocuments(session)
-    adapters = {}
-    if hasattr(session.model, "peft_config"):
-        adapters = {n: p.detach().float().cpu().clone() for n, p in _trainable(session.model)}
-    loss, expected = reference(session, adapters, formatted) if dist.get_rank() == 0 else (0.0, {})
+    loss, expected = reference(session, _adapters(session), formatted) if dist.get_rank() == 0 else (0.0, {})
+    forget_peak_memory(session.spec.cuda)  # rank 0's second model is not what training needs
     dist.barrier()
     train(session, [first, seen])
     documents: list[Any] = [None] * dist.get_world_size()

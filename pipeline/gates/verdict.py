@@ -44,15 +44,17 @@ def as_metrics(checks: Sequence[Check]) -> dict[str, dict[str, float | bool | No
     return {c.name: {"value": c.value if math.isfinite(c.value) else None, "limit": c.limit, "passed": c.passed} for c in checks}
 
 
-def judge(gate: str, rung: str, checks: Sequence[Check]) -> None:
-    """GateFailed naming the first failed check and the others' names."""
+def judge(gate: str, rung: str, checks: Sequence[Check], report: Path) -> None:
+    """Write all checks to `report`, to be read after a failure; GateFailed names the first that failed, and the others."""
+    write_json(report, as_metrics(checks))
     failed = [c for c in checks if not c.passed]
     if not failed:
         return
     first = failed[0]
     others = f"; also failed: {', '.join(c.name for c in failed[1:])}" if failed[1:] else ""
     raise GateFailed(
-        f"{gate}@{rung} failed at check {first.name}: value {first.value:.6g}, limit {first.limit:.6g}; {first.advice}{others}"
+        f"{gate}@{rung} failed at check {first.name}: value {first.value:.6g}, limit {first.limit:.6g}; {first.advice}"
+        f"{others}; all checks: {report}"
     )
 
 

@@ -17,7 +17,9 @@ from pipeline.launch.process import run_tree
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
-    "PYTHONWARNINGS": "ignore::FutureWarning",  # renames between libraries, one line per rank and start
+    # Renames between libraries, and a barrier's choice of device: one line per rank and start, nothing to act on.
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning:torch.distributed.c10d_logger",
+    "ACCELERATE_LOG_LEVEL": "error",  # it is surprised by an accumulation that stands in DeepSpeed's configuration
 }
 
 

@@ -6,7 +6,10 @@ the ranks started training). A resumed run drops lines after its checkpoint firs
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
+import resource
 import sys
 import time
 from pathlib import Path
@@ -16,6 +19,8 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pipeline.training.curve import CURVE, read_curve
+
+_STATUS = Path("/proc/self/status")
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 FLOP/s by part of the device's name (makers' data sheets); other devices have no MFU."""
@@ -53,12 +58,23 @@ class Curve(TrainerCallback):
 
 
 def peak_memory_bytes(cuda: bool) -> int:
-    """Largest memory of this rank so far: allocated on the GPU, or resident."""
+    """Largest memory of this rank since the start or `forget_peak_memory`: allocated on the GPU, or resident."""
     if cuda:
         return torch.cuda.max_memory_allocated()
-    import resource
-
+    if _STATUS.is_file():
+        (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_peak_memory(cuda: bool) -> None:
+    """Begin to measure anew; where the kernel does not offer it, the peak since the start stays."""
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: resets VmHWM (man 5 proc)
 
 
 def model_flops_utilisation(parameters: int, tokens_per_second: float) -> float | None:

@@ -75,6 +75,18 @@ def test_term_saves_and_the_next_start_continues_to_the_same_weights(copy: Proje
     assert weights == (copy.root / "models/export/model.safetensors").read_bytes()
 
 
+def test_a_checkpoint_of_another_number_of_ranks_is_refused_before_launch(copy: Project) -> None:
+    (run_folder(copy) / "result.json").unlink()
+    shutil.rmtree(max(run_folder(copy).glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2])))
+    earlier = run_folder(copy) / "checkpoint-1"
+    earlier.mkdir()
+    marker = {"step": 1, "ranks": 4, "zero": 2, "global_batch": 4, "files": {}}
+    (earlier / "complete.json").write_text(json.dumps(marker), encoding="utf-8")
+    done = copy.stage("train")
+    assert done.returncode == 2
+    assert "saved by 4 ranks with ZeRO 2, this rung has 2 ranks with ZeRO 2" in done.stderr.splitlines()[-1]
+
+
 def wait_for(happened, process: subprocess.Popen, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
