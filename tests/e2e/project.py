@@ -24,7 +24,7 @@ SMALL = {
     "num_attention_heads: 4": "num_attention_heads: 2",
     "samples: 100": "samples: 20",
     "  epochs: 4": "  epochs: 12",
-    "  epochs: 16": "  epochs: 2",
+    "  epochs: 16": "  epochs: 8",
     "rows: 200": "rows: 20",
     "max_new_tokens: 40": "max_new_tokens: 12",
 }

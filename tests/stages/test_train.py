@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.training.owner import owned
 from tests.e2e.project import Project
 
 pytestmark = pytest.mark.e2e
@@ -43,6 +44,13 @@ def test_a_finished_run_is_not_repeated(copy: Project) -> None:
     assert (copy.root / "models/checkpoint.json").read_bytes() == before
 
 
+def test_a_second_trainer_in_the_run_folder_is_refused(copy: Project) -> None:
+    with owned(run_folder(copy)):
+        done = copy.stage("train")
+    assert done.returncode == 2
+    assert f"process {os.getpid()} on " in done.stderr
+
+
 def test_term_saves_and_the_next_start_continues_to_the_same_weights(copy: Project) -> None:
     record = json.loads((copy.root / "models/checkpoint.json").read_text(encoding="utf-8"))
     run = run_folder(copy)
@@ -51,9 +59,6 @@ def test_term_saves_and_the_next_start_continues_to_the_same_weights(copy: Proje
     process = subprocess.Popen(command, cwd=copy.root, env=copy.environment(), stderr=subprocess.PIPE, text=True)
     curve = run / "curve.jsonl"
     wait_for(lambda: curve.is_file() and len(curve.read_text().splitlines()) >= 3, process)
-    second = copy.stage("train")
-    assert second.returncode == 2
-    assert f"process {process.pid} on " in second.stderr
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 75, errors[-1500:]
