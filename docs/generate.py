@@ -153,8 +153,9 @@ def _section(name: str, node: Mapping[str, Any], schema: Mapping[str, Any]) -> I
         yield f"## {name}" + (f", kind {kind}" if kind else "")
         yield _sentence(section)
         yield _fields(section, schema, name)
-        for key, inner in section["properties"].items():
-            if _is_section(inner):
+        for key, value in section["properties"].items():
+            inner = _inner_section(value)
+            if inner is not None:
                 yield from _section(f"{name}.{key}", inner, schema)
 
 
@@ -162,16 +163,22 @@ def _fields(section: Mapping[str, Any], schema: Mapping[str, Any], name: str = "
     rows = [
         (
             f"`{key}`",
-            f"a section, see {name}.{key} below" if _is_section(node) else _type(node),
-            _sentence(_resolved(node, schema)),
+            f"{_shape(node)}, see {name}.{key} below" if _inner_section(node) is not None else _type(node),
+            _sentence(node) or _sentence(_resolved(node, schema)),
         )
         for key, node in section["properties"].items()
     ]
     return _table(("key", "type", "meaning"), rows)
 
 
-def _is_section(node: Mapping[str, Any]) -> bool:
-    return "$ref" in node or "oneOf" in node
+def _inner_section(node: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The section that a value is, is a list of, or may be instead of null; None where it is none of these."""
+    candidates = [node, node.get("items", {}), *node.get("anyOf", [])]
+    return next((c for c in candidates if "$ref" in c or "oneOf" in c), None)
+
+
+def _shape(node: Mapping[str, Any]) -> str:
+    return "a list of sections" if "items" in node else "a section or null" if "anyOf" in node else "a section"
 
 
 def _resolved(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -75,6 +75,58 @@ def schema(
         print(path)
 
 
+@app.command()
+def masks(
+    count: Annotated[int, typer.Argument(metavar="[N]", min=1, help="Packed sequences to show.")] = 3,
+    split: Annotated[str, typer.Option("--split", help="train or validation.")] = "train",
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead of showing them here.")
+    ] = None,
+) -> None:
+    """Show decoded samples of the packed data: what is trained on, what is context."""
+    from pipeline.dataset.manifest import SPLITS
+
+    if split not in SPLITS:
+        raise ConfigError(f"--split {split}: must be one of {', '.join(SPLITS)}")
+    from pipeline.reporting import masks
+
+    report = masks.read(masks.paths_of(Path("dvc.yaml")), split, count)
+    if html is None:
+        from rich.console import Console
+
+        masks.show(report, Console(soft_wrap=True))
+        return
+    html.parent.mkdir(parents=True, exist_ok=True)
+    html.write_text(masks.page(report), encoding="utf-8")
+    print(html)
+
+
+bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+def data(
+    rows: Annotated[int, typer.Option(help="Rows to generate.", min=1)] = 20_000,
+    inputs: Annotated[list[Path] | None, typer.Option("--input", help="A file of rows instead; may be repeated.")] = None,
+    model: Annotated[Path, typer.Option(help="Folder with the tokenizer.")] = Path("models/base"),
+    max_length: Annotated[int, typer.Option(help="Tokens per sequence.", min=8)] = 2048,
+    reference: Annotated[
+        str | None, typer.Option(help="A command to compare with; {model}, {rows} and {max_length} are filled in.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Runs of each, in turn; medians are shown.", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Time `format` and `pack` on generated rows or files."""
+    import dataclasses
+    import json
+
+    from pipeline.planning.bench import bench_data, table
+
+    found = bench_data(rows, inputs or [], model, max_length, reference, rounds)
+    print(json.dumps(dataclasses.asdict(found), indent=2) if as_json else table(found))
+
+
 class SchemaDiffers(LadderError):
     """The published schema is not the code's."""
 

@@ -48,6 +48,7 @@ PLUMBING = (
     "pipeline/environment.py",
     "pipeline/fingerprint.py",
     "pipeline/launch",
+    "pipeline/progress.py",
     "pipeline/stage.py",
 )
 """What carries values and starts processes but decides none: no stage goes stale when it changes."""

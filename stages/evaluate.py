@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from pipeline.config.errors import DataError
 from pipeline.config.params import EvaluateParams
-from pipeline.dataset.manifest import read_packed
+from pipeline.dataset.manifest import packed_files, read_packed
 from pipeline.dataset.masking import PartTokenizer, load_tokenizer
 from pipeline.evaluation import generate
 from pipeline.stage import run_stage
@@ -28,8 +28,9 @@ from pipeline.stage import run_stage
 @dataclass(frozen=True)
 class Scores:
     loss: float
-    exact_match: float
-    stop_rate: float
+    exact_match: float | None
+    """None, as is stop_rate, where rows have no prompt (format.supervise: all_text)."""
+    stop_rate: float | None
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,15 @@ def _scored(
     folder: Path, rows: Sequence[Sequence[str]], tokenizer: PartTokenizer, stop_token: str, stop: int, params: EvaluateParams
 ) -> tuple[Scores, list[generate.Answer]]:
     model = generate.load(folder)
+    held_out_loss = round(generate.loss(model, rows, tokenizer), 4)
+    if not all(parts[0] for parts in rows):
+        return Scores(held_out_loss, None, None), [generate.Answer("", stopped=False) for _ in rows]
     given = generate.answers(
         model, [parts[0] for parts in rows], tokenizer, stop, max_new_tokens=params.max_new_tokens, batch=params.batch
     )
     exact = sum(a.stopped and a.text.strip() == _reference(parts, stop_token) for a, parts in zip(given, rows, strict=True))
     scores = Scores(
-        loss=round(generate.loss(model, rows, tokenizer), 4),
+        loss=held_out_loss,
         exact_match=round(exact / len(rows), 4),
         stop_rate=round(sum(a.stopped for a in given) / len(rows), 4),
     )
@@ -78,8 +82,11 @@ def _scored(
 
 def _held_out(formatted: Path, packed: Path, limit: int) -> list[list[str]]:
     """Parts of the first held-out rows that packing kept: those the models were declared long enough for."""
-    with pa.memory_map(str(packed / "validation.arrow")) as file:
-        kept = sorted(row for rows in pa.ipc.open_stream(file).read_all().column("documents").to_pylist() for row in rows)
+    found: set[int] = set()
+    for path in packed_files(packed, "validation"):
+        with pa.memory_map(path) as file:
+            found.update(row for rows in pa.ipc.open_stream(file).read_all().column("documents").to_pylist() for row in rows)
+    kept = sorted(found)
     with pa.memory_map(str(formatted / "validation.arrow")) as file:
         return pa.ipc.open_stream(file).read_all().column("parts").take(pa.array(kept[:limit], pa.int64())).to_pylist()
 

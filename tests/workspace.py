@@ -32,7 +32,10 @@ TINY: dict[str, Any] = {
         "max_position_embeddings": 256,
         "seed": 1,
     },
-    "format": {"files": ["rows.jsonl"], "validation_share": 0.2},
+    "format": {
+        "sources": [{"files": ["rows.jsonl"], "record": "auto", "columns": {}, "weight": 1.0, "limit": None}],
+        "validation_share": 0.2,
+    },
     "pack": {"max_length": 128},
 }
 """What a workspace changes of the shipped params.yaml."""

@@ -6,6 +6,7 @@ numbers of any length are made of ten symbols. The chat template marks turns by 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.params import ScratchBase
-from pipeline.dataset.convert import Example, to_example
-from pipeline.dataset.read import Record, find_files, read_rows
+from pipeline.dataset.convert import EVIDENCE_ROWS, Converter, detect
+from pipeline.dataset.read import Record, Reject, find_files, read_rows
+from pipeline.dataset.screening import Screen, Screened
 
 PAD, END = "<|pad|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -61,11 +63,19 @@ def make(params: ScratchBase, raw: Path, folder: Path) -> None:
 
 def _texts(files: Sequence[Path]) -> Iterator[str]:
     """Every text of every usable row; a broken row teaches the tokenizer nothing."""
+    screen = Screen((PAD, END, *ROLES), "reject", strip=False)
     for path in files:
-        for row in read_rows(path):
-            example = to_example(row, (PAD, END, *ROLES)) if isinstance(row, Record) else row
-            if isinstance(example, Example):
-                yield from (example.instruction, example.input, example.output)
+        records = (row for row in read_rows(path) if isinstance(row, Record))
+        head = list(itertools.islice(records, EVIDENCE_ROWS))
+        form = detect(head, {})
+        if form is None:
+            continue
+        converter = Converter(form, {})
+        for record in itertools.chain(head, records):
+            found = converter.convert(record)
+            for conversation in [] if isinstance(found, Reject) else found:
+                if isinstance(screen.check(conversation), Screened):
+                    yield from conversation.texts()
 
 
 def _train_tokenizer(texts: Iterator[str], params: ScratchBase) -> Tokenizer:

@@ -118,21 +118,96 @@ class HubBase(Section):
 BaseParams = Annotated[ScratchBase | PathBase | GgufBase | HubBase, Field(discriminator="kind")]
 
 
+Column = Literal[
+    "instruction",
+    "input",
+    "context",
+    "output",
+    "system",
+    "history",
+    "instances",
+    "prompt",
+    "completion",
+    "messages",
+    "conversations",
+    "tools",
+    "role",
+    "content",
+    "weight",
+    "from",
+    "value",
+]
+
+
+class Source(Section):
+    """Files of one form, and how much of the mixture they are."""
+
+    files: Annotated[list[str], Field(min_length=1)]
+    """Files of the raw folder (globs allowed) or of the hub at a commit. Order matters only for which duplicate is kept."""
+    record: Literal["auto", "alpaca", "prompt_completion", "messages", "sharegpt"]
+    """Form of the rows. `auto`: for each file the form that most of its first 64 rows show; `metrics/format.json` says which."""
+    columns: dict[Column, str]
+    """Our name of a column, or of a key in a turn (role, content, weight, from, value), and its name in the files; {}: the
+    same names."""
+    weight: Annotated[float, Field(gt=0.0, le=1000.0)]
+    """How often each training row is taken: 0.5 keeps half of them, 2.0 takes each twice, 1.5 half of them twice; chosen by
+    content hash. Held-out rows are taken once whatever the weight."""
+    limit: Positive | None
+    """Most distinct rows taken, chosen by content hash before the split; null: all."""
+
+
+class NearDuplicates(Section):
+    """Rows that say nearly the same, found by MinHash over 128 permutations (Broder 1997); the first of them is kept."""
+
+    threshold: Annotated[float, Field(ge=0.5, le=1.0)]
+    """Least share of common shingles (Jaccard), estimated with a standard error of at most 0.045."""
+    shingle: Annotated[int, Field(ge=2, le=64)]
+    """Characters per shingle; 5 suits Chinese as well as English."""
+
+
+class Decontamination(Section):
+    """Training rows that repeat a passage of a held-out row are removed."""
+
+    run: Annotated[int, Field(ge=16)]
+    """Characters in a row that count as a passage, letter case and white space apart; 64 is about 13 English words."""
+
+
 class FormatParams(Section):
     """Raw rows to text parts under an instruction template."""
 
-    files: Annotated[list[str], Field(min_length=1)]
-    """Files of the raw folder, JSONL or a JSON array of alpaca rows; globs allowed. Order matters only for which
-    duplicate is kept."""
-    template: Literal["chat", "alpaca_en", "alpaca_zh"]
+    sources: Annotated[list[Source], Field(min_length=1)]
+    """What is read, in this order."""
+    template: Literal["chat", "alpaca_en", "alpaca_zh", "own"]
     """`chat`: the base model's own chat template. `alpaca_en`, `alpaca_zh`: plain text with headers, ended by the
-    tokenizer's eos."""
+    tokenizer's eos. `own`: the text of `own_template`."""
+    own_template: str | None
+    """Jinja source that gets `messages`, `tools`, `add_generation_prompt` and `eos_token`; null unless `template` is own."""
+    supervise: Literal["every_turn", "last_turn", "all_text"]
+    """What is trained on: each answer (unless its turn has weight 0), the last one, or all text, questions included."""
+    reasoning: Literal["keep", "strip", "split"]
+    """`<think>` blocks of answers: kept; taken out; or kept, with a row for each answer where the template drops those of
+    earlier turns. Where it drops them and they are not split, the row is rejected."""
+    special_tokens: Literal["reject", "escape"]
+    """Text that spells a special token: the row is rejected, or a zero-width space is put after the token's first character."""
+    near_duplicates: NearDuplicates | None
+    """null: only rows that are equal are duplicates."""
+    decontaminate: Decontamination | None
+    """null: a training row may share passages with a held-out one, though never its opening question."""
     validation_share: Annotated[float, Field(gt=0.0, lt=1.0)]
-    """Share of distinct rows held out, chosen by content hash."""
+    """Share of distinct opening questions held out, chosen by content hash."""
     max_reject_share: Share
     """Share of rejected rows above which the stage fails."""
     split_seed: int
-    """Salt of the content hash that chooses the held-out rows."""
+    """Salt of the content hashes that choose the held-out rows and the rows of a mixture."""
+
+    @model_validator(mode="after")
+    def _own_is_stated(self) -> FormatParams:
+        if (self.template == "own") != (self.own_template is not None):
+            raise ValueError(
+                f"template is '{self.template}' and own_template is {'null' if self.own_template is None else 'given'}; "
+                "'own' needs the text of a template there, any other needs null"
+            )
+        return self
 
 
 class PackParams(Section):
@@ -140,9 +215,10 @@ class PackParams(Section):
 
     max_length: Annotated[int, Field(ge=8)]
     """Tokens per packed sequence."""
-    long_documents: Literal["drop", "truncate", "error"]
-    """What happens to a document longer than `max_length`. A truncated one gets no stop token; one left without a
-    supervised token is dropped."""
+    long_documents: Literal["drop", "truncate", "split", "error"]
+    """What happens to a document longer than `max_length`. `truncate` keeps its beginning, without a stop token; `split`
+    cuts it after answers, as many turns to a piece as fit, and drops a turn that is too long by itself. What is left
+    without a supervised token is dropped."""
 
 
 class FullTuning(Section):

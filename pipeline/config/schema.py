@@ -157,9 +157,12 @@ def _names_at(location: tuple[int | str, ...], data: Any, model: type[BaseModel]
     current: type[BaseModel] = model
     here = data
     for part in location:
+        if isinstance(part, int):  # an item of a list, whose class was found under the list's key
+            here = cast("list[Any]", here)[part] if isinstance(here, list) else None
+            continue
         here = cast("dict[Any, Any]", here)[part] if isinstance(here, dict) else None
         annotation = current.model_fields[str(part)].annotation
-        options = [annotation, *get_args(annotation)]
+        options = [annotation, *get_args(annotation), *(inner for a in get_args(annotation) for inner in get_args(a))]
         classes = [c for c in options if isinstance(c, type) and issubclass(c, BaseModel)]
         if not classes:
             return []

@@ -31,8 +31,8 @@ class FormattedFacts:
 
 @dataclass(frozen=True)
 class PackedFacts:
-    """Manifest of data/packed. Rows are in `SPLIT.arrow`: input_ids, labels, seq_lengths, documents (row numbers in the
-    formatted set)."""
+    """Manifest of data/packed. Rows are in `packed_files`: input_ids, labels, seq_lengths, documents (row numbers in the
+    formatted set), first_parts (the part with which each document begins; 0 unless its row was split)."""
 
     template: str
     template_digest: str
@@ -42,7 +42,24 @@ class PackedFacts:
     max_length: int
     train_sequences: int
     train_tokens: int
+    train_fill: float
     validation_sequences: int
+    documents_dropped: int
+    tokens_truncated: int
+    tokens_dropped: int
+
+
+def shard_name(split: str, number: int) -> str:
+    """File name of a shard of a packed split."""
+    return f"{split}-{number:05}.arrow"
+
+
+def packed_files(folder: Path, split: str) -> list[str]:
+    """The shards of a packed split in order; DataError if there is none."""
+    found = sorted(str(path) for path in folder.glob(f"{split}-*.arrow"))
+    if not found:
+        raise DataError(f"{folder}: no {shard_name(split, 0)}; an earlier version made it, or a file is gone: `dvc repro pack`")
+    return found
 
 
 def tokenizer_digest(model: Path) -> str:

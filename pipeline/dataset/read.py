@@ -1,105 +1,88 @@
 """Raw files to records, one by one, each with the place it came from.
 
-Contract: a record is the parsed JSON object, byte-equal text in it; what is no record is a Reject with file, line and
-reason, never an exception. Lines end at LF only (a U+2028 inside a text is text); a byte-order mark and CR before LF
-are accepted; blank lines are no rows. A file that begins with `[` is one JSON array, whose rows are numbered from 1 as
-lines are.
+Contract: a row is a Record, byte-equal text in it, or a Reject with file, line and reason; never an exception, unless the disk
+fails (DataError). A file that gives no row at all is one Reject. Files are read as they come, in bounded memory: under 1 GiB for
+any file, 100 MB for one of ordinary rows. JSONL, a JSON array, CSV, TSV and Parquet, each but the last also as gzip or zstd;
+`source.py` says how a form is told, `json_rows.py`, `csv_rows.py` and `parquet_rows.py` what is refused.
 """
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
 
 from pipeline.config.errors import DataError
+from pipeline.dataset.csv_rows import csv_rows
+from pipeline.dataset.hub import SCHEME, find_hub_files, hub_name
+from pipeline.dataset.json_rows import array_rows, line_rows
+from pipeline.dataset.parquet_rows import parquet_rows
+from pipeline.dataset.record import ENDS_FILE, FileBroken, Opaque, Record, Reject, printable
+from pipeline.dataset.source import open_blocks
 
-_BOM = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True)
-class Record:
-    """One raw row: `place` is `FILE:LINE`."""
-
-    place: str
-    value: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Reject:
-    """One raw row that cannot be used, and why: `reason` is a word to count by, `detail` the sentence."""
-
-    place: str
-    reason: str
-    detail: str
+__all__ = ["ENDS_FILE", "Opaque", "Record", "Reject", "file_name", "find_files", "read_rows"]
 
 
 def find_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """The files the patterns name below `folder`, in the order stated, each once; DataError for a pattern that names none."""
+    """The files the patterns name, in the order stated, each once; DataError for a pattern that names none.
+
+    A pattern is a path or a glob below `folder`, or `hub://OWNER/NAME@COMMIT/PATTERN`.
+    """
     found: dict[Path, None] = {}
     for pattern in patterns:
-        parts = Path(pattern).parts
-        if not parts or Path(pattern).is_absolute() or ".." in parts:  # what lies elsewhere is no dep of the stage
-            raise DataError(f"'{pattern}': not a path below {folder}; put the file there and name it relative to that folder")
-        matches = sorted(p for p in folder.glob(pattern) if p.is_file())
-        if not matches:
-            there = ", ".join(sorted(p.name for p in folder.glob("*"))) if folder.is_dir() else "no such folder"
-            raise DataError(f"{folder / pattern}: no such file; {folder} holds: {there or 'nothing'}")
-        found.update(dict.fromkeys(matches))
+        found.update(dict.fromkeys(find_hub_files(pattern) if pattern.startswith(SCHEME) else _below(folder, pattern)))
     empty = [p for p in found if p.stat().st_size == 0]
     if empty:
         raise DataError(f"{empty[0]}: 0 bytes; a raw file holds at least one row, so remove it from the list or fill it")
     return list(found)
 
 
-def read_rows(path: Path) -> Iterator[Record | Reject]:
-    """Each row of one JSONL or JSON-array file."""
-    with path.open("rb") as file:
-        head = file.read(4096).removeprefix(_BOM).lstrip()
-    yield from _array_rows(path) if head.startswith(b"[") else _line_rows(path)
+def file_name(path: Path, folder: Path) -> str:
+    """What a place calls a file: its path below `folder`, or its `hub://` name; printable whatever the disk holds."""
+    below = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else hub_name(path) or path.name
+    return printable(below)
 
 
-def _line_rows(path: Path) -> Iterator[Record | Reject]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            content = line.removeprefix(_BOM) if number == 1 else line
-            content = content.strip(b" \t\r\n")
-            if content:
-                yield _parsed(f"{path.name}:{number}", content)
-
-
-def _array_rows(path: Path) -> Iterator[Record | Reject]:
+def read_rows(path: Path, folder: Path | None = None, skipped: Counter[str] | None = None) -> Iterator[Record | Reject]:
+    """Each row of one file. Places name it by its path below `folder`; `skipped` counts what is no row: blank lines."""
+    name = file_name(path, path.parent if folder is None else folder)
+    number_of_rows = 0
     try:
-        rows: list[Any] = json.loads(path.read_bytes().removeprefix(_BOM), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: begins as a JSON array and is none ({error}); repair it, or write one object per line"
-        ) from error
-    for number, value in enumerate(rows, start=1):
-        yield _checked(f"{path.name}:{number}", value)
+        for row in _rows(name, path, Counter() if skipped is None else skipped):
+            number_of_rows += 1
+            yield row
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}; the file cannot be read") from error
+    if not number_of_rows:
+        yield Reject(f"{name}:1", "empty_file", "the file holds no row")
 
 
-def _parsed(place: str, content: bytes) -> Record | Reject:
+def _below(folder: Path, pattern: str) -> list[Path]:
+    parts = Path(pattern).parts
+    if not parts or Path(pattern).is_absolute() or ".." in parts:  # what lies elsewhere is no dep of the stage
+        raise DataError(f"'{pattern}': not a path below {folder}; put the file there and name it relative to that folder")
+    if (folder / pattern).is_file():  # also one whose name holds `[` or `*`
+        return [folder / pattern]
+    matches = sorted(p for p in folder.glob(pattern) if p.is_file())
+    if not matches:
+        there = ", ".join(sorted(p.name for p in folder.glob("*"))) if folder.is_dir() else "no such folder"
+        raise DataError(f"{folder / pattern}: no such file; {folder} holds: {there or 'nothing'}")
+    return matches
+
+
+def _rows(name: str, path: Path, skipped: Counter[str]) -> Iterator[Record | Reject]:
     try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return Reject(place, "invalid_utf8", f"byte {error.start} of the line is not UTF-8")
-    try:
-        value: Any = json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError:
-        return Reject(place, "broken_json", "nested too deeply")
-    except ValueError as error:
-        return Reject(place, "broken_json", str(error))
-    return _checked(place, value)
-
-
-def _checked(place: str, value: object) -> Record | Reject:
-    if not isinstance(value, dict):
-        return Reject(place, "not_an_object", f"holds {type(value).__name__}")
-    return Record(place, cast("dict[str, Any]", value))
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+        form, blocks = open_blocks(path)
+    except FileBroken as broken:
+        return iter((Reject(f"{name}:1", broken.reason, broken.detail),))
+    match form:
+        case "lines":
+            return line_rows(name, blocks, skipped)
+        case "array":
+            return array_rows(name, blocks)
+        case "csv":
+            return csv_rows(name, blocks, ",", skipped)
+        case "tsv":
+            return csv_rows(name, blocks, "\t", skipped)
+        case "parquet":
+            return parquet_rows(name, path)

@@ -1,20 +1,27 @@
-"""Examples to text parts under an instruction template.
+"""Conversations to text parts under an instruction template.
 
-Contract: a rendered example is a tuple of parts, context and supervised in turn, beginning with
-context: `(prompt, answer + stop token)`. Joined, the parts are the text the model reads; the prompt is
-exactly what is given to it when it answers. Each answer is followed by one stop token, which is
-read off the template, and nothing follows the last. Templates run in a sandbox and see no clock:
+Contract: a rendered conversation is a tuple of parts, context and supervised in turn, beginning with context:
+`(prompt, answer + stop token, what follows up to the next answer, answer + stop token, ...)`. Joined, the parts are the
+text the model reads. The text before an answer is what the template gives the model when it is to answer there; where
+it is not, because the template writes earlier turns anew once they are past, the conversation is refused, or made one
+row for each answer. Each answer is followed by one stop token, read off the template, and nothing follows the last.
+A template that leaves out a turn, a call or the tools refuses the row too. Templates run in a sandbox and see no clock:
 a template that prints the date takes the fixed one of its own `else` branch.
+
+A template gets `messages` (role, content; tool_calls of an assistant turn; name and tool_call_id of a tool turn),
+`tools`, `add_generation_prompt` and the tokenizer's `bos_token`, `eos_token`, ... The named and own ones find in a user
+turn also `instruction` and `input`, which `content` shows as one text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from jinja2 import Template as Compiled
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -22,30 +29,302 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pipeline.artifact import digest_text, read_json
 from pipeline.config.errors import DataError, ModelError
-from pipeline.dataset.convert import Example
+from pipeline.dataset.conversation import Call, Conversation, Turn
+from pipeline.dataset.frames import Frame, Noted, Notes, allows_frames, frame_of, look, marked
+
+Parts = tuple[str, ...]
+Supervise = Literal["every_turn", "last_turn", "all_text"]
+Reasoning = Literal["keep", "strip", "split"]
 
 _NAMED = Path(__file__).parent / "templates"
-_PROBE = Example("probe", "a question", "", "an answer")
+_PROBE = Conversation("probe", (Turn("user", "a question"), Turn("assistant", "an answer", "", True)))
+_OTHER = "use 'alpaca_en' or 'alpaca_zh'"
+_THOUGHT_OPENED = re.compile(r"<think>\s*")
+
+_CHECKED_ROWS = 4
+"""Rows of each sequence of roles that are rendered both ways before its frame is relied on."""
+_MOST_FRAMES = 4096
+"""Sequences of roles that are remembered; further ones are rendered in full."""
 
 
-@dataclass(frozen=True)
+class Rewritten(DataError):
+    """The template writes an earlier turn anew once it is past."""
+
+
 class Template:
     """A template ready for use.
 
     stop_token: text of the token that ends an answer. digest: SHA-256 of the template's source.
-    render: example -> parts.
     """
 
-    name: str
-    stop_token: str
-    digest: str
-    render: Callable[[Example], tuple[str, ...]]
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        model: Path,
+        *,
+        supervise: Supervise,
+        reasoning: Reasoning,
+    ) -> None:
+        self.name, self.digest = name, digest_text(source)
+        self._other = _OTHER if name == "chat" else "use 'chat', or leave these rows out"
+        self._supervise, self._split = supervise, reasoning == "split"
+        self._special = _special_token_map(model)
+        environment = _environment()
+        try:
+            self._framed = allows_frames(environment.parse(source))
+            self._compiled: Compiled = environment.from_string(source)
+        except TemplateError as error:
+            raise ModelError(f"template '{name}': not valid Jinja: {_line(error)}; {self._other}") from error
+        self.frames: dict[tuple[object, ...], Frame | None] = {}
+        self._unchecked: dict[tuple[object, ...], int] = {}
+        whole, prompt = (self._text(_PROBE, count, str) for count in (2, 1))
+        if not whole.startswith(prompt):
+            raise Rewritten(self._said(_PROBE, "writes another prompt with an answer than without", self._other))
+        self._opening, found, closing = whole[len(prompt) :].rpartition(_PROBE.turns[1].content)
+        if not found:
+            raise DataError(self._said(_PROBE, "changes the answer", self._other))
+        self.stop_token = _stop_token(name, closing, special_tokens(model))
+        self._gap = closing[: len(closing) - len(closing.lstrip())]
+        self._left_out = self._not_printed()
+
+    def rows(self, conversation: Conversation) -> list[Parts]:
+        """The parts of a conversation: one row, or one for each answer where the policy splits what cannot be one.
+        DataError for a conversation that the template refuses or changes."""
+        turns = conversation.turns
+        answers = [1] if len(turns) == 2 else [number for number, turn in enumerate(turns) if turn.supervised]
+        if self._supervise == "last_turn":
+            last = max(number for number, turn in enumerate(turns) if turn.role == "assistant")
+            answers = [last] if last in answers else []
+            if not answers:
+                raise DataError(f"{conversation.place}: the last answer has weight 0, and format.supervise is last_turn")
+        elif self._supervise == "all_text":
+            answers = answers[-1:]
+        try:
+            rows = [self._parts(conversation, answers)]
+        except Rewritten:
+            if not self._split:
+                raise
+            until = (Conversation(conversation.place, conversation.turns[: n + 1], conversation.tools) for n in answers)
+            rows = [self._parts(one, [len(one.turns) - 1]) for one in until]
+        return [("", "".join(row)) for row in rows] if self._supervise == "all_text" else rows
+
+    def _parts(self, conversation: Conversation, answers: Sequence[int]) -> Parts:
+        """Parts from the frame of this sequence of roles, or rendered in full."""
+        turns = conversation.turns
+        if not self._framed or conversation.tools:
+            return self._full(conversation, answers, str)
+        contents: list[str] = []
+        for turn in turns:
+            if not turn.content or turn.calls or turn.name or turn.call_id:
+                return self._full(conversation, answers, str)
+            if turn.input:
+                contents += (turn.text, turn.content, turn.input)
+            else:
+                contents.append(turn.content)
+        shape = (*answers, *[turn.role if not turn.input else "input" for turn in turns])
+        if shape not in self.frames:
+            if len(self.frames) == _MOST_FRAMES:
+                return self._full(conversation, answers, str)
+            self.frames[shape] = self._frame(conversation, answers)
+            self._unchecked[shape] = _CHECKED_ROWS
+        frame = self.frames[shape]
+        if frame is None:
+            return self._full(conversation, answers, str)
+        parts = frame.filled(contents)
+        if self._unchecked[shape]:
+            self._unchecked[shape] -= 1
+            full = self._full(conversation, answers, str)
+            if parts != full:
+                self.frames[shape] = None
+            return full
+        return parts
+
+    def _frame(self, conversation: Conversation, answers: Sequence[int]) -> Frame | None:
+        """The frame of a conversation's roles; None where the template looks into contents or does not print each once."""
+        notes = Notes()
+        turns: list[Turn] = []
+        choices: list[tuple[set[int], ...]] = []
+        pairs: dict[str, str] = {}
+        count = 0
+        for turn in conversation.turns:
+            if turn.input:
+                turns.append(Turn(turn.role, marked(count + 1), marked(count + 2)))
+                pairs[turns[-1].text] = marked(count)
+                choices.append(({count}, {count + 1, count + 2}))
+                count += 3
+            else:
+                turns.append(Turn(turn.role, marked(count)))
+                choices.append(({count},))
+                count += 1
+        stand_in = Conversation(conversation.place, tuple(turns))
+
+        def note(text: str) -> str:
+            return Noted(text, notes)
+
+        try:
+            parts = self._full(stand_in, answers, note)
+        except DataError:
+            return None  # rendering the row in full says why
+        if notes.looked:
+            return None
+        frame = frame_of([_as_one(part, pairs) for part in parts])
+        if frame is None or any(not (a <= frame.used) for a in _chosen(choices[: answers[-1] + 1], frame.used)):
+            return None
+        return frame
+
+    def _full(self, conversation: Conversation, answers: Sequence[int], wrap: Callable[[str], str]) -> Parts:
+        turns, stop = conversation.turns, self.stop_token
+        whole = self._text(conversation, len(turns), wrap)
+        self._check_complete(conversation, whole)
+        parts: list[str] = []
+        at = 0
+        for number in answers:
+            prompt = self._text(conversation, number, wrap, prompt=True)
+            if not whole.startswith(prompt):
+                raise Rewritten(
+                    self._said(
+                        conversation,
+                        "writes another prompt with an answer than without",
+                        f"set format.reasoning to split, or {self._other}",
+                    )
+                )
+            start, answer, end = self._answer(conversation, number, whole, len(prompt))
+            parts += (whole[at:start], answer + stop)
+            at = end
+        return tuple(parts)
+
+    def _answer(self, conversation: Conversation, number: int, whole: str, start: int) -> tuple[int, str, int]:
+        """Where in the whole text the answer of a turn begins, what it is, and where its stop token ends.
+
+        No content spells a stop token, so the first one ends the turn. Between prompt and answer may stand what the
+        template writes before any answer, such as an empty `<think>` block: the model is given it, so it is context.
+        """
+        turn = conversation.turns[number]
+        stop = whole.find(self.stop_token, start)
+        if stop < 0:
+            raise DataError(self._said(conversation, f"ends turn {number + 1} with no {self.stop_token}", self._other))
+        end = stop + len(self.stop_token)
+        if turn.calls:
+            said = whole[start:stop].removeprefix(self._opening)
+            if not (all(call.name in said for call in turn.calls) and turn.content.strip() in said):
+                raise DataError(self._said(conversation, f"leaves out the call of turn {number + 1}", self._other))
+            return stop - len(said), said, end
+        for answer in (turn.content, turn.content.strip()):  # some templates strip
+            begin = stop - len(self._gap) - len(answer)
+            if not whole.startswith(answer + self._gap, begin):
+                continue
+            if begin >= start and whole[start:begin] in ("", self._opening):
+                return begin, answer, end
+            if begin < start and _THOUGHT_OPENED.fullmatch(whole[begin:start]):  # the prompt opens the thought
+                return start, whole[start : stop - len(self._gap)], end
+        last = number == len(conversation.turns) - 1
+        raise (DataError if last else Rewritten)(
+            self._said(
+                conversation, "changes the answer", self._other if last else f"set format.reasoning to split, or {self._other}"
+            )
+        )
+
+    def _not_printed(self) -> frozenset[str]:
+        """Which of system turn, tools, calls and tool results the template passes over, tried with words no text holds."""
+        answer = _PROBE.turns[1]
+        function: dict[str, Any] = {"name": marked(1), "description": "d", "parameters": {"type": "object", "properties": {}}}
+        calling = Turn("assistant", "", "", True, (Call("123456789", marked(2), {"a": "b"}),))
+        result = Turn("tool", marked(3), name="f", call_id="123456789")
+        tools: tuple[Mapping[str, Any], ...] = ({"type": "function", "function": function},)
+        trials = {
+            "a system turn": (0, Conversation("probe", (Turn("system", marked(0)), *_PROBE.turns))),
+            "tools": (1, Conversation("probe", _PROBE.turns, tools)),
+            "calls": (2, Conversation("probe", (_PROBE.turns[0], calling, result, answer), tools)),
+            "results of tools": (3, Conversation("probe", (_PROBE.turns[0], calling, result, answer), tools)),
+        }
+        found: set[str] = set()
+        for what, (number, trial) in trials.items():
+            try:
+                text = self._text(trial, len(trial.turns), str)
+            except DataError:  # so will a row, with its own words
+                continue
+            if marked(number)[1:-1] not in _marks(text):
+                found.add(what)
+        return frozenset(found)
+
+    def _check_complete(self, conversation: Conversation, whole: str) -> None:
+        """DataError where the text lacks a turn that was said to the model, a call or the tools."""
+        has = {
+            "a system turn": conversation.turns[0].role == "system",
+            "tools": bool(conversation.tools),
+            "calls": any(turn.calls for turn in conversation.turns),
+            "results of tools": any(turn.role == "tool" for turn in conversation.turns),
+        }
+        for what in self._left_out:
+            if has[what]:
+                raise DataError(self._said(conversation, f"leaves out {what}", _OTHER_DATA))
+        for number, turn in enumerate(conversation.turns, start=1):
+            if turn.role != "assistant":
+                for text in (turn.content.strip(), turn.input.strip()):
+                    if text not in whole and json.dumps(text, ensure_ascii=False)[1:-1] not in whole:
+                        raise DataError(self._said(conversation, f"leaves out turn {number} ({turn.role})", _OTHER_DATA))
+        for tool in conversation.tools:
+            if tool["function"]["name"] not in whole:
+                raise DataError(self._said(conversation, "leaves out the tools", _OTHER_DATA))
+
+    def _text(self, conversation: Conversation, count: int, wrap: Callable[[str], str], *, prompt: bool | None = None) -> str:
+        """The first `count` turns rendered, with the beginning of an answer if they do not end in one."""
+        messages = [self._message(turn, wrap) for turn in conversation.turns[:count]]
+        ask = prompt if prompt is not None else conversation.turns[count - 1].role != "assistant"
+        try:
+            return self._compiled.render(
+                messages=messages,
+                tools=list(conversation.tools) or None,
+                documents=None,
+                add_generation_prompt=ask,
+                **self._special,
+            )
+        except Exception as error:  # an expression in a template raises what Python raises
+            raise DataError(self._said(conversation, f"fails: {_line(error)}", self._other)) from error
+
+    def _message(self, turn: Turn, wrap: Callable[[str], str]) -> dict[str, Any]:
+        """A turn as templates know it; keys without a value are left out, which some templates would print as None."""
+        message: dict[str, Any] = {"role": turn.role, "content": wrap(turn.text)}
+        if turn.role == "user" and self.name != "chat":
+            message |= {"instruction": wrap(turn.content), "input": wrap(turn.input) if turn.input else ""}
+        if turn.calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                | ({"id": call.id} if call.id else {})
+                for call in turn.calls
+            ]
+        if turn.name:
+            message["name"] = turn.name
+        if turn.call_id:
+            message["tool_call_id"] = turn.call_id
+        return message
+
+    def _said(self, conversation: Conversation, what: str, way_out: str) -> str:
+        kind = "the chat template" if self.name == "chat" else f"template '{self.name}'"
+        return f"{conversation.place}: {kind} {what}; {way_out}"
 
 
-def load_template(name: str, model: Path) -> Template:
+_OTHER_DATA = "take another template, or map the rows to a form without it"
+
+
+def load_template(
+    name: str, own: str | None, model: Path, *, supervise: Supervise = "every_turn", reasoning: Reasoning = "keep"
+) -> Template:
     """The template `name` for the tokenizer in `model`; ModelError where the two do not fit."""
     special = _special_token_map(model)
-    return _chat(model, special) if name == "chat" else _instruction(name, special)
+    if name == "chat":
+        path = model / "chat_template.jinja"
+        if not path.is_file():
+            raise ModelError(f"template 'chat': the base model has no chat template; {_OTHER}, or another base")
+        source = path.read_text(encoding="utf-8")
+    else:
+        source = own if own is not None else (_NAMED / f"{name}.jinja").read_text(encoding="utf-8")
+        if own is None and "eos_token" not in special:
+            raise ModelError(
+                f"template '{name}': the base model's tokenizer names no eos token, which ends an answer; use 'chat'"
+            )
+    return Template(name, source, model, supervise=supervise, reasoning=reasoning)
 
 
 def special_tokens(model: Path) -> tuple[str, ...]:
@@ -54,86 +333,39 @@ def special_tokens(model: Path) -> tuple[str, ...]:
     return tuple(sorted(token["content"] for token in added if token["special"]))
 
 
-def _instruction(name: str, special: dict[str, str]) -> Template:
-    source = (_NAMED / f"{name}.jinja").read_text(encoding="utf-8")
-    compiled = _environment().from_string(source)
-    if "eos_token" not in special:
-        raise ModelError(f"template '{name}': the base model's tokenizer names no eos token, which ends an answer; use 'chat'")
-    stop = special["eos_token"]
-
-    def render(example: Example) -> tuple[str, ...]:
-        return compiled.render(instruction=example.instruction, input=example.input), example.output + stop
-
-    return Template(name, stop, digest_text(source), render)
+def _as_one(part: str, pairs: Mapping[str, str]) -> str:
+    """A content and its input that the template prints as one text are that text."""
+    for pair, one in pairs.items():
+        part = part.replace(pair, one)
+    return part
 
 
-def _chat(model: Path, special: dict[str, str]) -> Template:
-    path = model / "chat_template.jinja"
-    if not path.is_file():
-        raise ModelError("template 'chat': the base model has no chat template; use 'alpaca_en' or 'alpaca_zh', or another base")
-    source = path.read_text(encoding="utf-8")
-    try:
-        compiled = _environment().from_string(source)
-    except TemplateError as error:
-        raise ModelError(f"template 'chat': not valid Jinja: {_line(error)}; use 'alpaca_en' or 'alpaca_zh'") from error
+def _chosen(choices: Sequence[tuple[set[int], ...]], used: frozenset[int]) -> list[set[int]]:
+    """For each turn the way of printing it that the frame takes: the first whose stand-ins it uses."""
+    return [next((c for c in ways if c & used), ways[0]) for ways in choices]
 
-    def text_of(messages: list[dict[str, str]], *, prompt: bool) -> str:
-        return compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **special)
 
-    def turns(example: Example) -> tuple[str, str]:
-        """The prompt, and what the template writes after it once the answer is known."""
-        question = example.instruction + ("\n" + example.input if example.input else "")
-        messages = [{"role": "user", "content": question}]
-        try:
-            prompt = text_of(messages, prompt=True)
-            whole = text_of([*messages, {"role": "assistant", "content": example.output}], prompt=False)
-        except Exception as error:  # an expression in a template raises what Python raises
-            raise DataError(
-                f"{example.place}: the chat template fails: {_line(error)}; use 'alpaca_en' or 'alpaca_zh'"
-            ) from error
-        if not whole.startswith(prompt):
-            raise DataError(
-                f"{example.place}: the chat template writes another prompt with an answer than without, so what is "
-                "supervised is not clear; use 'alpaca_en' or 'alpaca_zh'"
-            )
-        return prompt, whole[len(prompt) :]
-
-    def changed(example: Example) -> DataError:
-        return DataError(f"{example.place}: the chat template changes the answer; use 'alpaca_en' or 'alpaca_zh'")
-
-    _, found, closing = turns(_PROBE)[1].rpartition(_PROBE.output)
-    if not found:
-        raise changed(_PROBE)
-    stop = _stop_token(closing, special_tokens(model))
-
-    def render(example: Example) -> tuple[str, ...]:
-        prompt, tail = turns(example)
-        # Found from the end: what a template writes before it (`<think>`) may spell a short answer too. Some templates strip.
-        for answer in (example.output, example.output.strip()):
-            if tail.endswith(answer + closing):
-                return prompt + tail.removesuffix(answer + closing), answer + stop
-        raise changed(example)
-
-    return Template("chat", stop, digest_text(source), render)
+def _marks(text: str) -> set[str]:
+    return set(re.findall("\ue000(.*?)\ue001", text))
 
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _stop_token(after: str, candidates: tuple[str, ...]) -> str:
+def _stop_token(name: str, after: str, candidates: tuple[str, ...]) -> str:
     """The special token with which a template ends an answer."""
     found = [token for token in candidates if after.lstrip().startswith(token)]
     if not found:
         raise ModelError(
-            f"template 'chat': an answer is followed by {after[:20]!r}, which begins with no special token, so the model "
-            "could not learn to stop; use 'alpaca_en' or 'alpaca_zh'"
+            f"template '{name}': an answer is followed by {after[:20]!r}, which begins with no special token, so the model "
+            f"could not learn to stop; {_OTHER}"
         )
     return max(found, key=len)
 
 
 def _special_token_map(model: Path) -> dict[str, str]:
-    config = read_json(model / "tokenizer_config.json", "the base model's tokenizer configuration")
+    config: Mapping[str, Any] = read_json(model / "tokenizer_config.json", "the base model's tokenizer configuration")
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     values = {name: config.get(name) for name in names}
     return {name: v["content"] if isinstance(v, dict) else v for name, v in values.items() if v}
@@ -165,6 +397,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
+        look(value)
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment.globals["raise_exception"] = raise_exception  # pyright: ignore[reportUnknownMemberType] - a bare dict in jinja2

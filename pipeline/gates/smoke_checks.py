@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from pipeline.config.errors import DataError
 from pipeline.config.params import SmokeParams
+from pipeline.dataset.manifest import packed_files
 from pipeline.dataset.masking import IGNORED, PartTokenizer
 from pipeline.gates.verdict import Check, at_least, at_most
 from pipeline.training.batching import DataOrder
@@ -23,7 +24,7 @@ from pipeline.training.batching import DataOrder
 
 def choose_sequences(packed: Path, samples: int, global_batch: int) -> list[int]:
     """Packed rows, spread over the set, that hold at least `samples` documents (all, where the set has fewer)."""
-    counts = [len(d) for d in _table(packed / "train.arrow").column("documents").to_pylist()]
+    counts = _packed(packed, "documents").column("documents").combine_chunks().value_lengths().to_pylist()
     if not counts:
         raise DataError(f"{packed}: no training sequences; run `dvc repro pack`")
     wanted = min(len(counts), max(math.ceil(samples / (sum(counts) / len(counts))), global_batch))
@@ -39,13 +40,13 @@ def mask_checks(
 ) -> list[Check]:
     """Decode the labels of the chosen documents and compare with the text that was to be supervised."""
     parts = _table(formatted / "train.arrow").column("parts")
-    table = _table(packed / "train.arrow").take(pa.array(sequences)).to_pylist()
+    table = _packed(packed).take(pa.array(sequences)).to_pylist()
     wrong = unstopped = documents = 0
     for row in table:
         start = 0
-        for length, number in zip(row["seq_lengths"], row["documents"], strict=True):
+        for length, number, first in zip(row["seq_lengths"], row["documents"], row["first_parts"], strict=True):
             ids, labels = (row[name][start : start + length] for name in ("input_ids", "labels"))
-            text = parts[number].as_py()
+            text = parts[number].as_py()[first:]
             supervised = [label for label in labels if label != IGNORED]
             cut = len(tokenizer.tokenizer.encode("".join(text), add_special_tokens=False).ids) > length
             documents += 1
@@ -72,7 +73,7 @@ def mask_checks(
 
 def documents_due(packed: Path, sequences: Sequence[int], seed: int, global_batch: int, steps: int) -> list[list[int]]:
     """Rows that each step must train on, over all ranks together, sorted: a function of the data order alone."""
-    rows = _table(packed / "train.arrow").column("documents").take(pa.array(sequences)).to_pylist()
+    rows = _packed(packed, "documents").column("documents").take(pa.array(sequences)).to_pylist()
     order = list(DataOrder(len(rows), seed, steps * global_batch))
     batches = (order[start : start + global_batch] for start in range(0, len(order), global_batch))
     return [sorted(d for sequence in batch for d in rows[sequence]) for batch in batches]
@@ -155,6 +156,12 @@ def _same_text(tokenizer: PartTokenizer, ids: list[int], text: str, *, prefix: b
     if tokenizer.tokenizer.normalizer is not None or decoded.lstrip(" ") == text.lstrip(" "):
         decoded, text = (unicodedata.normalize("NFKC", t).strip() for t in (decoded, text))
     return text.startswith(decoded.rstrip("\ufffd")) if prefix else decoded == text
+
+
+def _packed(folder: Path, *columns: str) -> pa.Table:
+    """The training sequences, mapped; all columns if none is named."""
+    tables = [_table(Path(path)) for path in packed_files(folder, "train")]
+    return pa.concat_tables(table.select(columns) if columns else table for table in tables)
 
 
 def _table(path: Path) -> pa.Table:

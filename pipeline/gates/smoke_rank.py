@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from pipeline.artifact import write_json
-from pipeline.dataset.masking import IGNORED, load_tokenizer, tokenise
+from pipeline.dataset.masking import IGNORED, load_tokenizer, tokenise, truncated
 from pipeline.training.batching import DataOrder
 from pipeline.training.sft import Session, close, prepare, train
 from pipeline.training.spec import load_spec
@@ -84,8 +84,13 @@ def reference(session: Session, adapters: dict[str, torch.Tensor], formatted: Pa
             parameter.data.copy_(adapters[name])
     model.eval()
     batch = DataOrder(len(session.packed), spec.params.seed, spec.params.global_batch)
-    rows = [row for sequence in batch for row in session.packed[sequence]["documents"]]
-    documents = tokenise(_parts(formatted, rows), load_tokenizer(Path(spec.model)))
+    sequences = [session.packed[sequence] for sequence in batch]
+    rows, first_parts, lengths = (
+        [value for sequence in sequences for value in sequence[name]] for name in ("documents", "first_parts", "seq_lengths")
+    )
+    texts = [parts[first:] for parts, first in zip(_parts(formatted, rows), first_parts, strict=True)]
+    tokenised = tokenise(texts, load_tokenizer(Path(spec.model)))
+    documents = [truncated(document, length) for document, length in zip(tokenised, lengths, strict=True)]
     supervised = sum(d.supervised for d in documents)
     total = 0.0
     for document in documents:

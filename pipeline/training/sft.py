@@ -20,13 +20,14 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
 from pipeline.artifact import write_json
 from pipeline.config.params import LoraTuning
+from pipeline.dataset.manifest import packed_files
 from pipeline.training import attention, checkpoint, precision
 from pipeline.training.batching import DataOrder
 from pipeline.training.curve import read_curve
@@ -143,7 +144,7 @@ def prepare(spec: Spec) -> Session:
     params = spec.params
     tokenizer = AutoTokenizer.from_pretrained(spec.model)
     model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32, attn_implementation=attention.implementation())
-    packed = Dataset.from_file(str(Path(spec.packed) / "train.arrow"))
+    packed = load_packed(Path(spec.packed), "train")
     if spec.sequences is not None:
         packed = packed.select(spec.sequences)
     trainer = PackedTrainer(
@@ -157,6 +158,11 @@ def prepare(spec: Spec) -> Session:
     )
     trainer.remove_callback(PrinterCallback)  # the curve has a line per step and its own progress line
     return Session(spec, trainer, packed)
+
+
+def load_packed(folder: Path, split: str) -> Any:
+    """The sequences of a packed split, mapped into memory, shard after shard."""
+    return concatenate_datasets([Dataset.from_file(path) for path in packed_files(folder, split)])
 
 
 def train(session: Session, observers: Sequence[TrainerCallback] = ()) -> dict[str, Any]:
@@ -263,7 +269,7 @@ def held_out_loss(session: Session) -> float | None:
     must call forward.
     """
     spec, trainer = session.spec, session.trainer
-    rows = Dataset.from_file(str(Path(spec.packed) / "validation.arrow"))
+    rows = load_packed(Path(spec.packed), "validation")
     if not len(rows):
         return None
     model, device, collate = session.engine, trainer.args.device, PackedCollator(pad_token_id=0, padding_free=True)

@@ -14,7 +14,15 @@ import pytest
 
 from pipeline.artifact import digest_file, publish
 from pipeline.config.errors import DataError
-from pipeline.dataset.manifest import FormattedFacts, PackedFacts, read_formatted, read_packed, tokenizer_digest
+from pipeline.dataset.manifest import (
+    FormattedFacts,
+    PackedFacts,
+    packed_files,
+    read_formatted,
+    read_packed,
+    shard_name,
+    tokenizer_digest,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -32,7 +40,7 @@ def _formatted(digest: str) -> FormattedFacts:
 
 
 def _packed(digest: str) -> PackedFacts:
-    return PackedFacts("chat", "d" * 64, "<|end|>", 4, digest, 128, 5, 600, 1)
+    return PackedFacts("chat", "d" * 64, "<|end|>", 4, digest, 128, 5, 600, 0.9375, 1, 0, 0, 0)
 
 
 def _published(folder: Path, facts: FormattedFacts | PackedFacts) -> Path:
@@ -46,6 +54,20 @@ def test_facts_come_back(model: Path, tmp_path: Path) -> None:
     assert digest == digest_file(model / "tokenizer.json")
     assert read_formatted(_published(tmp_path / "formatted", _formatted(digest)), model) == _formatted(digest)
     assert read_packed(_published(tmp_path / "packed", _packed(digest)), model) == _packed(digest)
+
+
+def test_shards_in_order(tmp_path: Path) -> None:
+    names = [shard_name("train", number) for number in (11, 2, 0, 1)]
+    for name in (*names, shard_name("validation", 0), "train.arrow"):
+        (tmp_path / name).write_text("")
+    assert [Path(p).name for p in packed_files(tmp_path, "train")] == [
+        "train-00000.arrow",
+        "train-00001.arrow",
+        "train-00002.arrow",
+        "train-00011.arrow",
+    ]
+    with pytest.raises(DataError, match=r"no test-00000\.arrow.*dvc repro pack"):
+        packed_files(tmp_path, "test")
 
 
 def test_another_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:

@@ -7,12 +7,15 @@ line number, a bad row that ends the job, text that is not what the file holds, 
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from pipeline.config.errors import DataError
-from pipeline.dataset.read import Record, Reject, find_files, read_rows
+from pipeline.dataset import source
+from pipeline.dataset.read import ENDS_FILE, Record, Reject, find_files, read_rows
 
 pytestmark = pytest.mark.unit
 
@@ -58,8 +61,8 @@ def test_mark_is_removed_at_the_beginning_only(path: Path) -> None:
         (b'{"a": "cut off he', "broken_json"),
         (b'{"a": 1} {"a": 2}', "broken_json"),
         (b"{'a': 1}", "broken_json"),
-        (b'{"a": NaN}', "broken_json"),
-        (b'{"a": -Infinity}', "broken_json"),
+        (b'{"a": NaN}', "not_a_number"),
+        (b'{"a": -Infinity}', "not_a_number"),
         (b'{"a": "\xff"}', "invalid_utf8"),
         ('{"a": "é"}'.encode("latin-1"), "invalid_utf8"),
         (b'{"a": "\xed\xa0\x80"}', "invalid_utf8"),
@@ -67,8 +70,8 @@ def test_mark_is_removed_at_the_beginning_only(path: Path) -> None:
         (b'"text"', "not_an_object"),
         (b"3", "not_an_object"),
         (b"[1]", "not_an_object"),
-        (b"[" * 100_000, "broken_json"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "broken_json"),
+        (b"[" * 100_000, "too_deep"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "number_out_of_range"),
         (b"\x00", "broken_json"),
     ],
     ids=lambda v: v if isinstance(v, str) else repr(v[:24]),
@@ -114,11 +117,69 @@ def test_array_file(lead: bytes, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b'[{"a": 1},', b'[{"a": 1}]\n{"a": 2}', b'[{"a": NaN}]', b'[{"a": "\xff"}]', b"[" * 100_000], ids=repr
+    ("content", "place", "detail"),
+    [
+        (b'[{"a": 1},', 2, "the file ends before the array does"),
+        (b'[{"a": 1}, {"a": 2', 2, "the file ends inside of a row"),
+        (b'[{"a": 1}]\n{"a": 2}', 2, "byte 11: the array has ended, found '{'"),
+        (b'[{"a": 1}]]', 2, "the array has ended"),
+        (b'[{"a": 1}, ]', 2, "byte 11: an element expected, found ']'"),
+        (b'[{"a": 1} {"a": 2}]', 2, "byte 10: , or ] expected, found '{'"),
+        (b'[{"a": 1},, {"a": 2}]', 2, "an element expected, found ','"),
+        (b'[{"a": 1}, {"a": 2}}, {"a": 3}]', 3, "found '}'"),
+        (b'[{"a": 1}, {"a": "he said "yes""}, {"a": 3}]', 2, "where the next row begins is not known"),
+        (b'[{"a": 1}, {"a": 2], {"a": 3}]', 2, "where the next row begins is not known"),
+        (b'[{"a": 1}, nul, {"a": 3}]', 2, "where the next row begins is not known"),
+        (b'[{"a": 1}, ' + b"[" * 100_000, 2, "the file ends inside of a row"),
+        (b'[{"a": 1}, ' + b"[" * 100_000 + b"]" * 100_000 + b"]", 2, "nested"),
+    ],
+    ids=lambda v: repr(v)[:40],
 )
-def test_a_broken_array_says_what_to_do(content: bytes, path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl: begins as a JSON array.*one object per line"):
-        _rows(path, content)
+def test_where_an_array_breaks_it_ends(content: bytes, place: int, detail: str, path: Path) -> None:
+    """What comes before is read, what comes after never is, and one reject stands for it."""
+    *rows, broken = _rows(path, content)
+    assert rows == [Record(f"rows.jsonl:{n}", {"a": n}) for n in range(1, place)]
+    assert isinstance(broken, Reject)
+    assert (broken.place, broken.reason) == (f"rows.jsonl:{place}", "broken_array")
+    assert broken.reason in ENDS_FILE
+    assert detail in broken.detail
+
+
+@pytest.mark.parametrize(
+    ("element", "reason"),
+    [
+        (b'{"a": NaN}', "not_a_number"),
+        (b'{"a": "\xff"}', "invalid_utf8"),
+        (b'{"a": 1, "a": 2}', "duplicate_key"),
+        (b'{"a": "two\nlines"}', "control_character"),
+        (b'{"a": 1e999}', "number_out_of_range"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "number_out_of_range"),
+        (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", "too_deep"),
+        (b'"{\\"a\\": 1}"', "not_an_object"),
+        (b"[[{}], {}]", "not_an_object"),
+        (b"true", "not_an_object"),
+        (b"null", "not_an_object"),
+        (b"-1.5e3", "not_an_object"),
+    ],
+    ids=lambda v: repr(v)[:40],
+)
+def test_a_row_of_an_array_whose_bounds_are_sure_is_one_reject(element: bytes, reason: str, path: Path) -> None:
+    before, bad, after = _rows(path, b'[{"a": 1},' + element + b', {"a": 2}]')
+    assert isinstance(bad, Reject)
+    assert (bad.place, bad.reason) == ("rows.jsonl:2", reason)
+    assert bad.reason not in ENDS_FILE
+    assert (before, after) == (Record("rows.jsonl:1", {"a": 1}), Record("rows.jsonl:3", {"a": 2}))
+
+
+def test_an_array_is_the_same_wherever_blocks_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of every small size cut strings, escapes, numbers and characters in two."""
+    values: list[object] = [{"a": TEXT}, {"b": [{"c": '[]{}",\\'}, {}], "d": '\\"'}, 12.5, "s\\", {"e": {}}, None, [], {}]
+    content = json.dumps(values, ensure_ascii=False, indent=1).encode()
+    whole = _rows(path, content)
+    assert [r.value for r in whole if isinstance(r, Record)] == [v for v in values if isinstance(v, dict)]
+    for size in (*range(1, 20), 64, 100):
+        monkeypatch.setattr(source, "BLOCK", size)
+        assert list(read_rows(path)) == whole
 
 
 def test_rows_come_one_by_one(path: Path) -> None:
@@ -129,6 +190,44 @@ def test_rows_come_one_by_one(path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"a": 3}\n')
     assert [r.place for r in rows] == ["rows.jsonl:2", "rows.jsonl:3"]
+
+
+def test_places_name_the_path_below_the_folder(tmp_path: Path) -> None:
+    for name in ("a/rows.jsonl", "b/rows.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}\n3\n")
+    files = find_files(tmp_path, ["*/rows.jsonl"])
+    places = [row.place for path in files for row in read_rows(path, tmp_path)]
+    assert places == ["a/rows.jsonl:1", "a/rows.jsonl:2", "b/rows.jsonl:1", "b/rows.jsonl:2"]
+
+
+def test_a_place_is_one_line_of_text_whatever_the_file_is_called(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode("雪 \n\u2028".encode() + b"\xff.jsonl")
+    path.write_bytes(b"{}")
+    (row,) = read_rows(path, tmp_path)
+    assert row.place == "雪 \\n\\u2028\\udcff.jsonl:1"
+
+
+def test_blank_lines_are_counted(path: Path) -> None:
+    path.write_bytes(b'\n{"a": 1}\r\n \r\n\n')
+    skipped = Counter[str]()
+    assert list(read_rows(path, skipped=skipped)) == [Record("rows.jsonl:2", {"a": 1})]
+    assert skipped == {"blank_lines": 3}
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"[]", b"[ ]\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\r\n"], ids=repr)
+def test_a_file_without_a_row_is_a_reject(content: bytes, path: Path) -> None:
+    (row,) = _rows(path, content)
+    assert isinstance(row, Reject)
+    assert (row.place, row.reason) == ("rows.jsonl:1", "empty_file")
+
+
+def test_what_the_disk_refuses_ends_the_job_in_one_line(tmp_path: Path) -> None:
+    """A file that cannot be read is no bad row: half of the data would be missing for one reject."""
+    with pytest.raises(DataError, match=r"gone\.jsonl: No such file or directory"):
+        list(read_rows(tmp_path / "gone.jsonl"))
+    with pytest.raises(DataError, match="Is a directory"):
+        list(read_rows(tmp_path))
 
 
 @pytest.fixture
@@ -152,6 +251,11 @@ def raw(tmp_path: Path) -> Path:
 )
 def test_files_in_stated_order_each_once(patterns: list[str], names: list[str], raw: Path) -> None:
     assert [p.relative_to(raw).as_posix() for p in find_files(raw, patterns)] == names
+
+
+def test_a_name_with_glob_characters_is_found_as_it_is(raw: Path) -> None:
+    (raw / "rows[1].jsonl").write_text("{}")
+    assert [p.name for p in find_files(raw, ["rows[1].jsonl"])] == ["rows[1].jsonl"]
 
 
 def test_a_pattern_without_a_file_says_what_is_there(raw: Path) -> None:

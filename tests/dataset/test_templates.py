@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline.artifact import digest_text
 from pipeline.config.errors import DataError, LadderError, ModelError
-from pipeline.dataset.convert import Example
-from pipeline.dataset.templates import load_template, special_tokens
+from pipeline.dataset.conversation import Conversation, Turn
+from pipeline.dataset.templates import Template, load_template, special_tokens
 
 pytestmark = pytest.mark.unit
 
@@ -84,21 +84,27 @@ TEMPLATES = {
     "namespace": (NAMESPACE, "<|im_end|>"),
 }
 
+
+def asked(place: str, instruction: str, context: str, output: str) -> Conversation:
+    """One question and its answer."""
+    return Conversation(place, (Turn("user", instruction, context), Turn("assistant", output, "", True)))
+
+
 EXAMPLES = {
-    "plain": Example("f:1", "Name a colour.", "", "blue"),
-    "input": Example("f:1", "翻译成英文：", "第三只猫", "the third cat。"),
-    "many lines": Example("f:1", "a\nb\n\nc", "{{ messages }} {% raw %}", "one\n\n  two\n\tthree"),
-    "japanese": Example("f:1", "数えてください。", "りんご", "三個です。"),
-    "emoji": Example("f:1", "😀?", "", "🙂‍↔️ é"),
-    "answer within the frame": Example("f:1", "q", "", "in"),
-    "answer is a mark of the frame": Example("f:1", "q", "", "assistant"),
-    "answer repeats the question": Example("f:1", "echo", "echo", "echo"),
-    "answer is one letter": Example("f:1", "q", "", "t"),
-    "html": Example("f:1", "<b> & 'quotes' \"double\"", "", "<i>&amp;</i>"),
+    "plain": asked("f:1", "Name a colour.", "", "blue"),
+    "input": asked("f:1", "翻译成英文：", "第三只猫", "the third cat。"),
+    "many lines": asked("f:1", "a\nb\n\nc", "{{ messages }} {% raw %}", "one\n\n  two\n\tthree"),
+    "japanese": asked("f:1", "数えてください。", "りんご", "三個です。"),
+    "emoji": asked("f:1", "😀?", "", "🙂‍↔️ é"),
+    "answer within the frame": asked("f:1", "q", "", "in"),
+    "answer is a mark of the frame": asked("f:1", "q", "", "assistant"),
+    "answer repeats the question": asked("f:1", "echo", "echo", "echo"),
+    "answer is one letter": asked("f:1", "q", "", "t"),
+    "html": asked("f:1", "<b> & 'quotes' \"double\"", "", "<i>&amp;</i>"),
 }
 
 
-def _save(folder: Path, template: str | None, **tokens: str) -> PreTrainedTokenizerFast:
+def save(folder: Path, template: str | None, **tokens: str) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with a chat template, saved as transformers saves it."""
     bytes_only = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -111,10 +117,20 @@ def _save(folder: Path, template: str | None, **tokens: str) -> PreTrainedTokeni
     return tokenizer
 
 
-def _messages(example: Example, *, answered: bool) -> list[dict[str, str]]:
-    question = example.instruction + ("\n" + example.input if example.input else "")
-    answer = [{"role": "assistant", "content": example.output}] if answered else []
-    return [{"role": "user", "content": question}, *answer]
+def _messages(conversation: Conversation, *, answered: bool) -> list[dict[str, str]]:
+    messages = [{"role": turn.role, "content": turn.text} for turn in conversation.turns]
+    return messages if answered else messages[:-1]
+
+
+def _load(name: str, model: Path, own: str | None = None, **policies: Any) -> Template:
+    return load_template(name, own, model, **policies)
+
+
+def _row(template: Template, conversation: Conversation) -> tuple[str, ...]:
+    """The one row of a conversation; twice, since the frame of its shape is made at the first."""
+    (first,), (second,) = template.rows(conversation), template.rows(conversation)
+    assert first == second
+    return first
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
@@ -122,21 +138,21 @@ def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A model folder with a template, its tokenizer read back by transformers, and the token that ends a turn."""
     source, stop = TEMPLATES[request.param]
     folder = tmp_path_factory.mktemp("chat")
-    _save(folder, source, bos_token="<|begin|>", eos_token="</s>", pad_token="<pad>")
+    save(folder, source, bos_token="<|begin|>", eos_token="</s>", pad_token="<pad>")
     return folder, AutoTokenizer.from_pretrained(folder), stop
 
 
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
-def test_text_is_what_transformers_renders(chat: tuple[Path, Any, str], example: Example) -> None:
+def test_text_is_what_transformers_renders(chat: tuple[Path, Any, str], example: Conversation) -> None:
     folder, tokenizer, stop = chat
-    prompt, answer = load_template("chat", folder).render(example)
+    prompt, answer = _row(_load("chat", folder), example)
     fixed: dict[str, Any] = {"tokenize": False, "date_string": "26 Jul 2024"}
     whole = tokenizer.apply_chat_template(_messages(example, answered=True), **fixed)
     asked = tokenizer.apply_chat_template(_messages(example, answered=False), add_generation_prompt=True, **fixed)
-    assert answer == example.output + stop
+    assert answer == example.turns[-1].content + stop
     assert prompt.startswith(asked)
-    between, _, rest = whole.removeprefix(prompt + example.output).partition(stop)
-    assert (prompt + example.output + between + stop + rest) == whole
+    between, _, rest = whole.removeprefix(prompt + example.turns[-1].content).partition(stop)
+    assert (prompt + example.turns[-1].content + between + stop + rest) == whole
     assert between.strip() == ""
     assert rest.strip() == ""
 
@@ -145,7 +161,7 @@ def test_ids_of_the_prompt_are_those_of_serving(chat: tuple[Path, Any, str]) -> 
     """Transformers' tokenising call gives the same ids as the rendered prompt."""
     folder, tokenizer, _ = chat
     example = EXAMPLES["input"]
-    prompt = load_template("chat", folder).render(example)[0]
+    prompt = _row(_load("chat", folder), example)[0]
     ids = tokenizer.apply_chat_template(
         _messages(example, answered=False), add_generation_prompt=True, date_string="26 Jul 2024", return_dict=False
     )
@@ -155,12 +171,12 @@ def test_ids_of_the_prompt_are_those_of_serving(chat: tuple[Path, Any, str]) -> 
 
 def test_shipped_base(base_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(base_model)
-    template = load_template("chat", base_model)
+    template = _load("chat", base_model)
     assert template.stop_token == tokenizer.eos_token == "<|end|>"
     for example in EXAMPLES.values():
         whole = tokenizer.apply_chat_template(_messages(example, answered=True), tokenize=False)
-        assert "".join(template.render(example)) == whole
-    assert template.render(EXAMPLES["input"]) == ("<|user|>翻译成英文：\n第三只猫<|end|><|assistant|>", "the third cat。<|end|>")
+        assert "".join(_row(template, example)) == whole
+    assert _row(template, EXAMPLES["input"]) == ("<|user|>翻译成英文：\n第三只猫<|end|><|assistant|>", "the third cat。<|end|>")
 
 
 def test_shipped_base_knows_its_special_tokens(base_model: Path) -> None:
@@ -171,10 +187,10 @@ def test_shipped_base_knows_its_special_tokens(base_model: Path) -> None:
     ("template", "answer", "kept"), [(DATED, "\n 4 ", "4"), (SPACED, " a b\n", "a b"), (CHATML, "\n 4 ", "\n 4 ")]
 )
 def test_a_template_that_strips_is_followed(template: str, answer: str, kept: str, tmp_path: Path) -> None:
-    tokenizer = _save(tmp_path, template, bos_token="<|begin|>", eos_token="</s>")
-    example = Example("f:1", "q", "", answer)
-    loaded = load_template("chat", tmp_path)
-    prompt, text = loaded.render(example)
+    tokenizer = save(tmp_path, template, bos_token="<|begin|>", eos_token="</s>")
+    example = asked("f:1", "q", "", answer)
+    loaded = _load("chat", tmp_path)
+    prompt, text = _row(loaded, example)
     assert text == kept + loaded.stop_token
     whole = tokenizer.apply_chat_template(_messages(example, answered=True), tokenize=False, date_string="26 Jul 2024")
     assert isinstance(whole, str)
@@ -182,13 +198,13 @@ def test_a_template_that_strips_is_followed(template: str, answer: str, kept: st
 
 
 def test_longest_stop_token_wins(tmp_path: Path) -> None:
-    _save(tmp_path, CHATML.replace("'<|im_end|>'", "'<|eot|><|x|>'"), eos_token="</s>")
-    assert load_template("chat", tmp_path).stop_token == "<|eot|><|x|>"
+    save(tmp_path, CHATML.replace("'<|im_end|>'", "'<|eot|><|x|>'"), eos_token="</s>")
+    assert _load("chat", tmp_path).stop_token == "<|eot|><|x|>"
 
 
 def test_stop_token_is_the_template_s_not_the_tokenizer_s(tmp_path: Path) -> None:
-    _save(tmp_path, CHATML, eos_token="</s>")
-    template = load_template("chat", tmp_path)
+    save(tmp_path, CHATML, eos_token="</s>")
+    template = _load("chat", tmp_path)
     assert template.stop_token == "<|im_end|>"
     assert template.digest == digest_text(CHATML)
 
@@ -227,37 +243,37 @@ BROKEN = {
 def test_a_template_that_does_not_fit_is_a_clear_error(
     template: str, kind: type[LadderError], needed: list[str], tmp_path: Path
 ) -> None:
-    _save(tmp_path, template, eos_token="</s>")
+    save(tmp_path, template, eos_token="</s>")
     with pytest.raises(kind) as caught:
-        load_template("chat", tmp_path)
+        _load("chat", tmp_path)
     message = str(caught.value)
     assert "\n" not in message
     assert [n for n in needed if n not in message] == [], message
 
 
 def test_an_attribute_that_is_only_printed_is_nothing(tmp_path: Path) -> None:
-    _save(tmp_path, "[{{ raise_exception.__globals__ }}{{ '{0.__class__}'.format('') }}]" + CHATML, eos_token="</s>")
-    prompt, _ = load_template("chat", tmp_path).render(EXAMPLES["plain"])
+    save(tmp_path, "[{{ raise_exception.__globals__ }}{{ '{0.__class__}'.format('') }}]" + CHATML, eos_token="</s>")
+    prompt, _ = _row(_load("chat", tmp_path), EXAMPLES["plain"])
     assert prompt.startswith("[]<|im_start|>")
 
 
 def test_an_answer_that_one_row_loses_names_the_row(tmp_path: Path) -> None:
-    _save(tmp_path, THINKING, eos_token="</s>")
-    template = load_template("chat", tmp_path)
+    save(tmp_path, THINKING, eos_token="</s>")
+    template = _load("chat", tmp_path)
     with pytest.raises(DataError, match=r"^f:9: the chat template changes the answer"):
-        template.render(Example("f:9", "q", "", "thought</think>answer"))
+        _row(template, asked("f:9", "q", "", "thought</think>answer"))
 
 
 def test_no_chat_template(tmp_path: Path) -> None:
-    _save(tmp_path, None, eos_token="</s>")
+    save(tmp_path, None, eos_token="</s>")
     with pytest.raises(ModelError, match="no chat template; use 'alpaca_en'"):
-        load_template("chat", tmp_path)
+        _load("chat", tmp_path)
 
 
 def test_alpaca_needs_an_end_token(tmp_path: Path) -> None:
-    _save(tmp_path, CHATML)
+    save(tmp_path, CHATML)
     with pytest.raises(ModelError, match="no eos token"):
-        load_template("alpaca_zh", tmp_path)
+        _load("alpaca_zh", tmp_path)
 
 
 ALPACA = {
@@ -274,18 +290,18 @@ ALPACA = {
 
 @pytest.mark.parametrize("name", ALPACA)
 def test_alpaca_text_to_the_letter(name: str, tmp_path: Path) -> None:
-    _save(tmp_path, None, eos_token="</s>")
-    template = load_template(name, tmp_path)
+    save(tmp_path, None, eos_token="</s>")
+    template = _load(name, tmp_path)
     with_input, without = ALPACA[name]
-    assert template.render(Example("f:1", "Q", "I", "A")) == (with_input, "A</s>")
-    assert template.render(Example("f:1", "Q", "", "A")) == (without, "A</s>")
+    assert _row(template, asked("f:1", "Q", "I", "A")) == (with_input, "A</s>")
+    assert _row(template, asked("f:1", "Q", "", "A")) == (without, "A</s>")
     assert (template.name, template.stop_token) == (name, "</s>")
 
 
 @pytest.mark.parametrize("name", ALPACA)
 def test_alpaca_leaves_text_alone(name: str, tmp_path: Path) -> None:
-    _save(tmp_path, None, eos_token="</s>")
-    prompt, answer = load_template(name, tmp_path).render(Example("f:1", " <b>&\n{{ x }}", "0", "\n a \n"))
+    save(tmp_path, None, eos_token="</s>")
+    prompt, answer = _row(_load(name, tmp_path), asked("f:1", " <b>&\n{{ x }}", "0", "\n a \n"))
     assert ":\n <b>&\n{{ x }}\n" in prompt
     assert ":\n0\n" in prompt
     assert answer == "\n a \n</s>"
@@ -293,8 +309,8 @@ def test_alpaca_leaves_text_alone(name: str, tmp_path: Path) -> None:
 
 def test_end_token_in_the_long_form(tmp_path: Path) -> None:
     """Older tokenizer configurations write special tokens as objects."""
-    _save(tmp_path, None, eos_token="</s>")
+    save(tmp_path, None, eos_token="</s>")
     path = tmp_path / "tokenizer_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "eos_token": {"content": "<|eot|>", "lstrip": False}}))
-    assert load_template("alpaca_en", tmp_path).stop_token == "<|eot|>"
+    assert _load("alpaca_en", tmp_path).stop_token == "<|eot|>"

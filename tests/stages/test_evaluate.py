@@ -29,7 +29,7 @@ def test_scores_follow_from_the_answers(finished: Project) -> None:
 def test_no_held_out_rows_is_one_clear_line(copy: Project) -> None:
     import pyarrow as pa
 
-    path = copy.root / "data/packed/validation.arrow"
+    path = copy.root / "data/packed/validation-00000.arrow"
     with pa.memory_map(str(path)) as file:
         schema = pa.ipc.open_stream(file).schema
     path.unlink()

@@ -14,6 +14,7 @@ import datasets
 import pytest
 from tokenizers import Tokenizer
 
+from pipeline.dataset.manifest import packed_files
 from tests.workspace import Workspace, assert_refused, make_workspace, rows
 
 pytestmark = pytest.mark.unit
@@ -42,7 +43,8 @@ def again(packed: Workspace, tmp_path: Path) -> Workspace:
 
 
 def _sequences(workspace: Workspace, split: str) -> list[dict[str, Any]]:
-    return list(datasets.Dataset.from_file(str(workspace.root / f"data/packed/{split}.arrow")))  # pyright: ignore[reportReturnType]
+    paths = packed_files(workspace.root / "data/packed", split)
+    return [row for path in paths for row in datasets.Dataset.from_file(path)]  # pyright: ignore[reportReturnType]
 
 
 def _formatted(workspace: Workspace, split: str) -> list[list[str]]:
@@ -109,7 +111,7 @@ def test_manifest_is_what_training_needs(packed: Workspace) -> None:
     assert manifest["max_length"] == 128
     assert manifest["train_tokens"] == sum(len(s["input_ids"]) for s in _sequences(packed, "train"))
     assert manifest["train_sequences"] == len(_sequences(packed, "train"))
-    assert set(manifest["files"]) == {"train.arrow", "validation.arrow"}
+    assert set(manifest["files"]) == {"train-00000.arrow", "validation-00000.arrow"}
 
 
 def test_same_bytes_again(again: Workspace) -> None:

@@ -29,7 +29,7 @@ def test_planted_fault_is_caught(copy: Project, tmp_path: Path, name: str) -> No
 
 
 def test_wrong_labels_in_the_packed_set_are_caught(copy: Project) -> None:
-    path = copy.root / "data/packed/train.arrow"
+    path = copy.root / "data/packed/train-00000.arrow"
     with pa.memory_map(str(path)) as file:
         table = pa.ipc.open_stream(file).read_all()
     shifted = [[*labels[1:], -100] for labels in table.column("labels").to_pylist()]
