@@ -25,7 +25,7 @@ repro: $(INSTALLED)
 	ladder status
 
 test: $(INSTALLED)
-	pytest $(ARGS)
+	pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 lint: $(INSTALLED)
 	ruff check .

@@ -200,6 +200,8 @@ def _type(node: Mapping[str, Any]) -> str:
     values = node.get("enum", [node["const"]] if "const" in node else [])
     if values:
         return " or ".join(f"`{value}`" for value in values)
+    if "type" not in node:
+        return "any value"
     if node["type"] == "array":
         return f"list of {_type(node['items'])}"
     if node["type"] == "object":

@@ -127,6 +127,29 @@ def data(
     print(json.dumps(dataclasses.asdict(found), indent=2) if as_json else table(found))
 
 
+@bench.command()
+def train(
+    shape: Annotated[str, typer.Option(help="tiny, 0.5b, 1.5b, 8b, 13b, or a folder with a config.json.")],
+    ranks: Annotated[int, typer.Option(help="Processes: GPUs of this machine, or CPU ranks.", min=1)] = 1,
+    only: Annotated[list[str] | None, typer.Option(help="Plans whose name holds this; may be repeated.")] = None,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which a plan is given up.", min=1)] = 600,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write JSON here as well.")] = None,
+) -> None:
+    """Time training plans on random weights: tokens/s, MFU, memory, communication."""
+    from pipeline.planning import training_bench
+
+    chosen = [plan for plan in training_bench.plans(shape, ranks) if not only or any(part in plan.name for part in only)]
+    if not chosen:
+        names = "; ".join(plan.name for plan in training_bench.plans(shape, ranks))
+        raise ConfigError(f"--only {' '.join(only or [])}: no plan is called so; there are: {names}")
+    measured: list[training_bench.Measured] = []
+    for row in training_bench.bench_train(shape, ranks, chosen, time_limit):
+        measured.append(row)
+        if json_file is not None:
+            json_file.write_text(training_bench.as_json(shape, ranks, measured) + "\n", encoding="utf-8")
+    print(training_bench.table(shape, ranks, measured))
+
+
 class SchemaDiffers(LadderError):
     """The published schema is not the code's."""
 

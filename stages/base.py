@@ -15,6 +15,7 @@ from pathlib import Path
 from pipeline.artifact import publish
 from pipeline.base import pretrained, scratch
 from pipeline.base.size import measure
+from pipeline.base.tokens import add_tokens
 from pipeline.config.params import BaseParams, GgufBase, HubBase, PathBase, ScratchBase
 from pipeline.stage import run_stage
 
@@ -41,6 +42,9 @@ def base(base: BaseParams, *, raw: Path, model: Path) -> BaseMetrics:
                 pretrained.from_gguf(base, folder)
             case HubBase():
                 pretrained.from_hub(base, folder)
+        if not isinstance(base, ScratchBase):
+            add_tokens(folder, base.new_tokens)
+            facts["new_tokens"] = base.new_tokens
         size = measure(folder)
         facts |= {"parameters": size.parameters, "vocab_size": size.vocab_size}
     return BaseMetrics(size.parameters, size.bytes, size.vocab_size, round(time.perf_counter() - start, 3))

@@ -75,15 +75,15 @@ def resume(
         )
 
     ranks = spec_of(straight).ranks
-    start(spec_of(straight), settings, module=RANKS, time_limit=resume.time_limit)
+    start(spec_of(straight), module=RANKS, time_limit=resume.time_limit)
     killed_at = resume.kill_after + 1
     output = folder / "killed.log"
     with contextlib.suppress(RunFailed):  # the ranks kill themselves, so no result is what is to be expected
-        start(spec_of(broken), settings, module=RANKS, arguments=[str(killed_at)], time_limit=resume.time_limit, output=output)
+        start(spec_of(broken), module=RANKS, arguments=[str(killed_at)], time_limit=resume.time_limit, output=output)
     newest = checkpoints.find(broken).newest
     if newest is None or killed_at not in documents_by_step(broken, ranks):
         raise RunFailed(f"{broken}: ended before the kill at step {killed_at}, or without a complete checkpoint; see {output}")
-    result = start(spec_of(broken, newest.folder.name), settings, module=RANKS, time_limit=resume.time_limit)
+    result = start(spec_of(broken, newest.folder.name), module=RANKS, time_limit=resume.time_limit)
 
     checks = step_checks(
         resume,

@@ -72,7 +72,7 @@ def smoke(
         sequences=sequences,
         checkpoint_every=steps,
     )
-    result = start(spec, settings, module="pipeline.gates.smoke_rank", arguments=[str(formatted)], time_limit=smoke.time_limit)
+    result = start(spec, module="pipeline.gates.smoke_rank", arguments=[str(formatted)], time_limit=smoke.time_limit)
     report = read_json(run / "smoke.json", "the smoke gate's report")
     due = documents_due(packed, sequences, train.seed, train.global_batch, steps)
     checks += run_checks(smoke, due, read_curve(run), report, result)

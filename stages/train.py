@@ -87,14 +87,14 @@ def train(
             spec = make_spec(
                 fingerprint, train, profile, model=model, packed=packed, run=run, steps=steps, resume_from=resume_from
             )
-            result = start(spec, profile)
+            result = start(spec)
         last = checkpoints.find(run).newest
         if last is None or last.step != steps:
             raise ModelError(f"{run}: finished without a complete checkpoint of step {steps}; delete the folder and train again")
         record = {
             "fingerprint": fingerprint,
             "stop_token": facts.stop_token,
-            "precision": train.precision,
+            "precision": train.precision.compute,
             "tuning": train.tuning.kind,
         }
         write_json(checkpoint, {**record, **checkpoints.describe(last, runs)})

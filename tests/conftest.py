@@ -10,6 +10,13 @@ from tests.e2e.fixtures import copy, finished  # noqa: F401 - fixtures of the st
 from tests.workspace import Workspace, make_workspace, rows
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers, one of them takes all tests that need the finished project: building it takes a minute and a half."""
+    for item in items:
+        if "finished" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("project"))
+
+
 @pytest.fixture(scope="session")
 def made_base(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """A workspace whose stage `base` has run. Read it, do not write into it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -89,6 +89,8 @@ class PathBase(Section):
     content: Sha256
     """SHA-256 over the folder's files (the error for a wrong value prints the right one), so that another content is
     another run."""
+    new_tokens: list[str]
+    """Tokens added to tokenizer and embedding, in this order; each new row is the mean of the old ones. []: none."""
 
 
 class GgufBase(Section):
@@ -102,6 +104,8 @@ class GgufBase(Section):
     """The file: relative to the package, else to the repository, or absolute."""
     sha256: Sha256
     """SHA-256 of the file (the error for a wrong value prints the right one)."""
+    new_tokens: list[str]
+    """Tokens added to tokenizer and embedding, in this order; each new row is the mean of the old ones. []: none."""
 
 
 class HubBase(Section):
@@ -113,6 +117,8 @@ class HubBase(Section):
     """`owner/name`."""
     revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
     """Commit hash of 40 hex digits; a branch or a tag moves and is refused."""
+    new_tokens: list[str]
+    """Tokens added to tokenizer and embedding, in this order; each new row is the mean of the old ones. []: none."""
 
 
 BaseParams = Annotated[ScratchBase | PathBase | GgufBase | HubBase, Field(discriminator="kind")]
@@ -243,13 +249,64 @@ class LoraTuning(Section):
     """Names of the linear layers, or `all-linear`."""
 
 
+class DoraTuning(LoraTuning):
+    """Adapters that train length and direction of each weight column apart (arXiv:2402.09353)."""
+
+    kind: Literal["dora"]  # pyright: ignore[reportIncompatibleVariableOverride] - the tag of the union
+    """Adapters with a trained magnitude per output; slower than `lora` at equal rank."""
+
+
+class QloraTuning(LoraTuning):
+    """Adapters over a quantised base (arXiv:2305.14314); needs a GPU and the extra `qlora`."""
+
+    kind: Literal["qlora"]  # pyright: ignore[reportIncompatibleVariableOverride] - the tag of the union
+    """The frozen base is held in few bits; gradients pass through it."""
+    bits: Literal[4, 8]
+    """4: NormalFloat with double quantisation; 8: LLM.int8()."""
+
+
+class Precision(Section):
+    """Number formats of a run; loader, trainer and engine are all set from here."""
+
+    compute: Literal["fp32", "tf32", "bf16", "fp16"]
+    """Arithmetic of forward and backward. `tf32`: fp32 with matrix products at 10 bits of mantissa (GPUs since Ampere)."""
+    masters: Literal["fp32", "bf16"]
+    """Weights that the optimizer updates, with its state. `bf16` takes 6 bytes a parameter instead of 14 (8 under ZeRO-1 and 2,
+    which keep a copy) and loses updates below 1/256 of a weight."""
+    embeddings: Literal["compute", "fp32"]
+    """Format of input embeddings in the forward pass; `fp32` runs the others under autocast, each weight cast once a pass."""
+
+
+class FixedClipping(Section):
+    """One limit for all steps."""
+
+    kind: Literal["fixed"]
+    """The classic rule."""
+    max_norm: Annotated[float, Field(gt=0.0)]
+    """L2 norm of the whole gradient above which it is scaled down to it."""
+
+
+class AdaptiveClipping(Section):
+    """A limit from the run's own norms: mean + `deviations` standard deviations of their logarithm, both as moving averages
+    (after ZClip, arXiv:2504.02507)."""
+
+    kind: Literal["adaptive"]
+    """The limit follows the run; a spike is cut back and enters the averages as the limit, so that it does not raise it."""
+    max_norm: Annotated[float, Field(gt=0.0)]
+    """The limit never exceeds this; it alone holds during the first `window` steps."""
+    window: Annotated[int, Field(ge=2)]
+    """Steps over which the averages look back: each new norm weighs 2 / (window + 1)."""
+    deviations: Annotated[float, Field(gt=0.0)]
+    """Standard deviations above the mean that are let through; 2.5 touches about 1 step in 100 of a calm run."""
+
+
 class TrainParams(Section):
     """What is optimised; where it runs stands in a profile."""
 
-    tuning: Annotated[FullTuning | LoraTuning, Field(discriminator="kind")]
+    tuning: Annotated[FullTuning | LoraTuning | DoraTuning | QloraTuning, Field(discriminator="kind")]
     """Which weights are trained: all, or adapters beside them."""
-    precision: Literal["fp32", "bf16", "fp16"]
-    """Arithmetic of forward and backward; master weights are fp32 in all three."""
+    precision: Precision
+    """Number formats."""
     global_batch: Positive
     """Packed sequences per optimizer step over all ranks."""
     epochs: Positive
@@ -268,10 +325,13 @@ class TrainParams(Section):
     """Decay of the second moment."""
     adam_epsilon: Annotated[float, Field(gt=0.0)]
     """AdamW's epsilon."""
-    max_grad_norm: Annotated[float, Field(gt=0.0)]
-    """L2 norm to which gradients are clipped."""
+    clipping: Annotated[FixedClipping | AdaptiveClipping, Field(discriminator="kind")]
+    """How the gradient is limited before a step."""
     seed: int
     """Seed of data order, dropout and adapter weights."""
+    deepspeed_override: dict[str, JsonValue]
+    """Keys of DeepSpeed's configuration that this schema has no field for, laid over the generated one. Refused: keys DeepSpeed
+    does not know, and those that a field of ours decides."""
 
 
 class SmokeParams(Section):

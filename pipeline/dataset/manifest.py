@@ -16,6 +16,9 @@ from pipeline.config.errors import DataError
 
 SPLITS = ("train", "validation")
 
+IGNORED = -100
+"""Label of a token that is not trained on (torch's `ignore_index`)."""
+
 
 @dataclass(frozen=True)
 class FormattedFacts:

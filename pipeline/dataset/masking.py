@@ -25,9 +25,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from pipeline.config.errors import ModelError
-
-IGNORED = -100
-"""Label of a token that is not trained on (torch's `ignore_index`)."""
+from pipeline.dataset.manifest import IGNORED
 
 NEAR = 32
 """Characters on each side of a border that decide whether a token would span it."""

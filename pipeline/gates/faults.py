@@ -40,26 +40,25 @@ def _on_a_rank() -> bool:
 
 
 def _prompt_trained(module: Any) -> None:
-    collate = module.PackedCollator.torch_call
+    collate = module.PackedCollator.__call__
 
-    def faulty(self: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = collate(self, examples)
-        batch["labels"] = batch["input_ids"].clone()
-        return batch
+    def faulty(self: Any, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return collate(self, [{**row, "labels": row["input_ids"]} for row in rows])
 
-    module.PackedCollator.torch_call = faulty
+    module.PackedCollator.__call__ = faulty
 
 
 def _documents_leak(module: Any) -> None:
-    collate = module.PackedCollator.torch_call
+    collate = module.PackedCollator.__call__
 
-    def faulty(self: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = collate(self, examples)
-        positions = batch["position_ids"]
-        batch["position_ids"] = positions.new_tensor([list(range(positions.shape[1]))])
-        return batch
+    def faulty(self: Any, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        batch = collate(self, rows)
+        length = batch["position_ids"].shape[1]
+        one = batch["cu_seq_lens_q"].new_tensor([0, length])
+        positions = batch["position_ids"].new_tensor([list(range(length))])
+        return {**batch, "position_ids": positions, "cu_seq_lens_q": one, "max_length_q": length}
 
-    module.PackedCollator.torch_call = faulty
+    module.PackedCollator.__call__ = faulty
 
 
 def _gradients_not_summed(module: Any) -> None:
@@ -101,10 +100,13 @@ def _head_untied(module: Any) -> None:
 
 FAULTS = {
     "prompt_trained": Fault(
-        "pipeline.training.sft", _prompt_trained, ("smoke", "loss_reference"), "labels cover the prompt: the loss mask is lost"
+        "pipeline.training.collate",
+        _prompt_trained,
+        ("smoke", "loss_reference"),
+        "labels cover the prompt: the loss mask is lost",
     ),
     "documents_leak": Fault(
-        "pipeline.training.sft",
+        "pipeline.training.collate",
         _documents_leak,
         ("smoke", "loss_reference"),
         "positions run through a pack, so documents see each other",

@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from pipeline.training.sft import Session, close, prepare, train
-from pipeline.training.spec import load_spec
+from pipeline.training.sft import Session, close, guarded, prepare, train
+from pipeline.training.spec import Spec, load_spec
 
 
 class Steps(TrainerCallback):
@@ -40,11 +40,12 @@ class Steps(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(spec_path: Path, kill_at: int | None) -> None:
-    session = prepare(load_spec(spec_path))
+def main(spec: Spec, kill_at: int | None) -> None:
+    session = prepare(spec)
     train(session, [Steps(session, kill_at)])
     close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    kill_at = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    guarded(load_spec(Path(sys.argv[1])), lambda spec: main(spec, kill_at))

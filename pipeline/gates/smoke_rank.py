@@ -26,8 +26,8 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 from pipeline.artifact import write_json
 from pipeline.dataset.masking import IGNORED, load_tokenizer, tokenise, truncated
 from pipeline.training.batching import DataOrder
-from pipeline.training.sft import Session, close, prepare, train
-from pipeline.training.spec import load_spec
+from pipeline.training.sft import Session, close, guarded, prepare, train
+from pipeline.training.spec import Spec, load_spec
 from pipeline.training.telemetry import forget_peak_memory
 
 REPORT = "smoke.json"
@@ -138,7 +138,7 @@ def _weight_gap(session: Session) -> float:
     gives them)."""
     gap = 0.0
     for _, parameter in _trainable(session.model):
-        weight = _present(safe_get_full_fp32_param(parameter)) if session.spec.zero == 3 else parameter.data
+        weight = _present(safe_get_full_fp32_param(parameter)) if session.spec.profile.zero == 3 else parameter.data
         low, high = weight.float().clone(), weight.float().clone()
         dist.all_reduce(low, op=dist.ReduceOp.MIN)
         dist.all_reduce(high, op=dist.ReduceOp.MAX)
@@ -146,8 +146,8 @@ def _weight_gap(session: Session) -> float:
     return gap
 
 
-def main(spec_path: Path, formatted: Path) -> None:
-    session = prepare(load_spec(spec_path))
+def main(spec: Spec, formatted: Path) -> None:
+    session = prepare(spec)
     first, seen = FirstGradient(session), SeenDocuments(session)
     loss, expected = reference(session, _adapters(session), formatted) if dist.get_rank() == 0 else (0.0, {})
     forget_peak_memory(session.spec.cuda)  # rank 0's second model is not what training needs
@@ -168,4 +168,4 @@ def main(spec_path: Path, formatted: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    guarded(load_spec(Path(sys.argv[1])), lambda spec: main(spec, Path(sys.argv[2])))

@@ -17,6 +17,8 @@ from pipeline.launch.process import run_tree
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
+    # Blocks of the GPU's memory grow instead of being cut: 4 GiB less reserved at 93 in use, where sizes change.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     # Renames between libraries, and a barrier's choice of device: one line per rank and start, nothing to act on.
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning:torch.distributed.c10d_logger",
     "ACCELERATE_LOG_LEVEL": "error",  # it is surprised by an accumulation that stands in DeepSpeed's configuration

@@ -1,9 +1,9 @@
 """One global batch on any number of ranks, and one data order for all of them.
 
-Contract: `global_batch = micro_batch x ranks x accumulation`, or an error with the four numbers and the nearest that work.
-`DataOrder` is a pure function of (rows, seed, position): permutations of the rows, pass after pass, without
-a gap, so that step s sees positions s * global_batch ... whatever the split into ranks, and a resumed run continues
-where the position says.
+Contract: `global_batch = micro_batch x groups x accumulation`, or an error with the four numbers and the nearest that work; a
+group is one rank, or the ranks that share a sequence. `DataOrder` is a pure function of (rows, seed, position): permutations of
+the rows, pass after pass, without a gap, so that step s sees positions s * global_batch ... whatever the split into ranks, and
+a resumed run continues where the position says.
 """
 
 from __future__ import annotations
@@ -28,6 +28,26 @@ def accumulation_for(global_batch: int, micro_batch: int, ranks: int) -> int:
         f"global_batch {global_batch} is not micro_batch {micro_batch} x ranks {ranks} x a whole accumulation "
         f"({global_batch / per_pass:.2f}); nearest that work: global_batch {batches}, or {other}"
     )
+
+
+class GroupBatches:
+    """The micro-batches of one group of ranks: each `groups`-th run of `micro_batch` positions of the data order, as torch's
+    DataLoader wants a batch sampler. One optimizer step takes `accumulation` of them."""
+
+    def __init__(self, order: DataOrder, micro_batch: int, group: int, groups: int) -> None:
+        self._order, self._micro_batch, self._group, self._groups = order, micro_batch, group, groups
+
+    def __len__(self) -> int:
+        return len(self._order) // (self._micro_batch * self._groups)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        pass_size, start = self._micro_batch * self._groups, self._micro_batch * self._group
+        one_pass: list[int] = []
+        for row in self._order:
+            one_pass.append(row)
+            if len(one_pass) == pass_size:
+                yield one_pass[start : start + self._micro_batch]
+                one_pass = []
 
 
 def steps_for(rows: int, epochs: int, global_batch: int) -> int:

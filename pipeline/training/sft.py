@@ -9,10 +9,9 @@ Command: torchrun --nproc_per_node RANKS -m pipeline.training.sft SPEC.json (sta
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,94 +20,26 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from datasets import Dataset, concatenate_datasets
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
-from pipeline.artifact import write_json
-from pipeline.config.params import LoraTuning
+from pipeline.artifact import read_manifest, write_json
 from pipeline.dataset.manifest import packed_files
-from pipeline.training import attention, checkpoint, precision
-from pipeline.training.batching import DataOrder
+from pipeline.training import attention, kernels, precision, tuning
+from pipeline.training.clipping import limit_of
+from pipeline.training.collate import PackedCollator
 from pipeline.training.curve import read_curve
+from pipeline.training.sequence import group_of, process_group
 from pipeline.training.spec import Spec, load_spec
-from pipeline.training.telemetry import Curve, model_flops_utilisation, peak_memory_bytes
+from pipeline.training.telemetry import peak_flops, peak_memory_bytes
+from pipeline.training.trainer import AfterEachStep, PackedTrainer, to_device
 from pipeline.training.zero import deepspeed_config
 
 RESULT = "result.json"
+OUT_OF_MEMORY = "out-of-memory.json"
 PROBE = "probe.safetensors"
 PROBE_TOKENS = 64
 """Tokens whose logits the trained model leaves behind, so that the export can be held against it."""
-
-
-class PackedCollator(DataCollatorForLanguageModeling):
-    """TRL's padding-free collator, which also passes on the row numbers of the documents in the batch."""
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = super().torch_call(examples)
-        batch["documents"] = torch.tensor([row for example in examples for row in example["documents"]])
-        return batch
-
-
-class PackedTrainer(SFTTrainer):
-    """SFTTrainer that takes data order and checkpoints from this house; loss and loop are TRL's."""
-
-    def __init__(self, spec: Spec, **arguments: Any) -> None:
-        self.spec = spec
-        self.documents: list[int] = []
-        """Row numbers this rank has trained on since the observer last cleared the list."""
-        super().__init__(**arguments)
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        dataset: Any = train_dataset if train_dataset is not None else self.train_dataset
-        return DataOrder(len(dataset), self.spec.params.seed, self.spec.steps * self.spec.params.global_batch)
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        self.documents += inputs.pop("documents").tolist()
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Weights are in the engine's shards; here only what names them: the configuration, and that of adapters."""
-        model: Any = self.model
-        if self.args.should_save and output_dir is not None:
-            model.config.save_pretrained(output_dir)
-            for adapter in getattr(model, "peft_config", {}).values():
-                adapter.save_pretrained(output_dir)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        Trainer._save_checkpoint(self, model, trial)  # TRL's own adds a model card
-        dist.barrier()
-        if self.args.should_save:
-            run, step = Path(self.spec.run), self.state.global_step
-            checkpoint.mark_complete(
-                run / checkpoint.folder_name(step),
-                step,
-                ranks=self.spec.ranks,
-                zero=self.spec.zero,
-                global_batch=self.spec.params.global_batch,
-            )
-            checkpoint.rotate(run)
-        dist.barrier()
-
-
-class StopWhenAsked(TrainerCallback):
-    """After each step the ranks agree whether any was asked to stop; then all save and stop at the same step."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.stopped = False
-        for signum in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(signum, self._ask)
-
-    def _ask(self, *_: Any) -> None:
-        self.asked = True
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        flag = torch.tensor([int(self.asked)], device=args.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if flag.item() and state.global_step < state.max_steps:
-            self.stopped = True
-            control.should_save = control.should_training_stop = True
 
 
 @dataclass(frozen=True)
@@ -131,8 +62,21 @@ class Session:
         return self.trainer.model_wrapped
 
 
-def prepare(spec: Spec) -> Session:
+def load_model(spec: Spec, attention: str) -> Any:
+    """The base model of a spec with the named attention."""
+    quantised = spec.params.tuning.kind == "qlora"
+    return AutoModelForCausalLM.from_pretrained(
+        spec.model,
+        dtype=precision.load_dtype(spec.params.precision),
+        attn_implementation=attention,
+        quantization_config=tuning.quantisation(spec.params),
+        device_map={"": int(os.environ["LOCAL_RANK"])} if quantised else None,
+    )
+
+
+def prepare(spec: Spec, load: Callable[[Spec, str], Any] = load_model) -> Session:
     """Join the process group, then arguments, then model: in this order, or ranks and batch sizes read as one."""
+    params, profile = spec.params, spec.profile
     torch.set_num_threads(spec.threads)
     if spec.cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -141,23 +85,40 @@ def prepare(spec: Spec) -> Session:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="nccl" if spec.cuda else "gloo")
     arguments = _arguments(spec)
-    params = spec.params
     tokenizer = AutoTokenizer.from_pretrained(spec.model)
-    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32, attn_implementation=attention.implementation())
+    name, why = attention.choose(profile.attention, cuda=spec.cuda, sequence_parallel=profile.sequence_parallel)
+    attention.register(process_group(profile.sequence_parallel) if profile.sequence_parallel > 1 else None)
+    if arguments.should_save:
+        print(f"  attention: {name} ({why}); kernels: {profile.kernels}; ZeRO-{profile.zero}", file=sys.stderr)
+        if line := precision.announcement(params.precision):
+            print(f"  {line}", file=sys.stderr)
+    model = load(spec, name)
+    kernels.use_kernels(model, profile.kernels, zero=profile.zero, cuda=spec.cuda)
+    kernels.tile_mlp(model, profile.tiled_mlp)
+    kernels.checkpoint_activations(model, profile.activation_checkpointing)
     packed = load_packed(Path(spec.packed), "train")
     if spec.sequences is not None:
         packed = packed.select(spec.sequences)
     trainer = PackedTrainer(
         spec,
+        limit_of(params.clipping),
         model=model,
         args=arguments,
         train_dataset=packed,
         processing_class=tokenizer,
-        data_collator=PackedCollator(pad_token_id=0, padding_free=True),
-        peft_config=_adapters(params.tuning) if isinstance(params.tuning, LoraTuning) else None,
+        data_collator=_collator(spec),
+        peft_config=tuning.adapters(params.tuning),
     )
     trainer.remove_callback(PrinterCallback)  # the curve has a line per step and its own progress line
     return Session(spec, trainer, packed)
+
+
+def _collator(spec: Spec) -> PackedCollator:
+    """Filled up to one size where blocks are compiled for it."""
+    capacity = read_manifest(Path(spec.packed), "the packed set")["max_length"]
+    fixed = spec.micro_batch * capacity if spec.profile.kernels == "compiled" else None
+    _, place = group_of(dist.get_rank(), spec.profile.sequence_parallel)
+    return PackedCollator(longest=capacity, fixed_tokens=fixed, share=(place, spec.profile.sequence_parallel))
 
 
 def load_packed(folder: Path, split: str) -> Any:
@@ -168,20 +129,20 @@ def load_packed(folder: Path, split: str) -> Any:
 def train(session: Session, observers: Sequence[TrainerCallback] = ()) -> dict[str, Any]:
     """Train to the last step or until asked to stop; return (on every rank) and write (rank 0) the result."""
     spec, trainer, run = session.spec, session.trainer, Path(session.spec.run)
-    stop = StopWhenAsked()
-    trainer.add_callback(stop)
+    after = AfterEachStep(trainer)
+    trainer.add_callback(after)
     for observer in observers:
         trainer.add_callback(observer)
     resumed_from = 0
     if spec.resume_from is not None:
         resumed_from = int(spec.resume_from.rpartition("-")[2])
-    if trainer.args.should_save:
-        trainer.add_callback(Curve(run, resumed_from))
+        trainer.limit.load(run / spec.resume_from)
+    trainer.curve.begin(resumed_from)
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=str(run / spec.resume_from) if spec.resume_from is not None else None)
     seconds = time.perf_counter() - start
-    result: dict[str, Any] = {"outcome": "stopped" if stop.stopped else "finished", "step": trainer.state.global_step}
-    if not stop.stopped:
+    result: dict[str, Any] = {"outcome": "stopped" if after.stopped else "finished", "step": trainer.state.global_step}
+    if not after.stopped:
         result |= _summary(session, seconds, resumed_from)
     if trainer.args.should_save:
         write_json(run / RESULT, result)
@@ -190,6 +151,7 @@ def train(session: Session, observers: Sequence[TrainerCallback] = ()) -> dict[s
 
 def _arguments(spec: Spec) -> SFTConfig:
     params = spec.params
+    formats: Any = precision.trainer_arguments(params.precision)
     return SFTConfig(
         output_dir=spec.run,
         deepspeed=deepspeed_config(spec),
@@ -204,57 +166,50 @@ def _arguments(spec: Spec) -> SFTConfig:
         adam_beta1=params.adam_beta1,
         adam_beta2=params.adam_beta2,
         adam_epsilon=params.adam_epsilon,
-        max_grad_norm=params.max_grad_norm,
-        optim="adamw_torch_fused" if spec.cuda else "adamw_torch",
+        max_grad_norm=params.clipping.max_norm,
+        # Fused where it runs on the GPU; offloaded, accelerate puts DeepSpeed's CPU Adam in the place of the plain one.
+        optim="adamw_torch_fused" if spec.cuda and spec.profile.offload_optimizer == "none" else "adamw_torch",
         seed=params.seed,
-        **precision.trainer_arguments(params.precision),
-        gradient_checkpointing=spec.activation_checkpointing,
+        **formats,
+        gradient_checkpointing=False,  # `kernels.checkpoint_activations`
         save_strategy="steps",
         save_steps=spec.checkpoint_every,
-        logging_steps=1,
+        logging_strategy="no",  # the curve is ours, and waits for no step
         logging_nan_inf_filter=False,  # a NaN must be seen, not averaged away
         report_to=[],
         disable_tqdm=True,
-        dataloader_pin_memory=spec.cuda,
         remove_unused_columns=False,
         dataset_kwargs={"skip_prepare_dataset": True},
         max_length=None,
     )
 
 
-def _adapters(tuning: LoraTuning) -> Any:
-    from peft import LoraConfig
-
-    targets: Any = "all-linear" if tuning.target_modules == ["all-linear"] else tuning.target_modules
-    return LoraConfig(
-        r=tuning.rank, lora_alpha=tuning.alpha, lora_dropout=tuning.dropout, target_modules=targets, task_type="CAUSAL_LM"
-    )
-
-
 def _summary(session: Session, seconds: float, resumed_from: int) -> dict[str, Any]:
     """The figures of a finished run; collective, so every rank calls it."""
     spec, trainer = session.spec, session.trainer
-    tokens = trainer._total_train_tokens
+    counted = torch.tensor([trainer.tokens, trainer.attended], device=trainer.args.device)
+    dist.all_reduce(counted)
+    tokens, attended = counted.tolist()
     steps = trainer.state.global_step - resumed_from
-    per_rank = tokens / seconds / spec.ranks if steps else 0.0
     memory = _gathered(peak_memory_bytes(spec.cuda))
     eval_loss = held_out_loss(session)
     if trainer.args.should_save:
         _save_probe(session)
-    elif spec.zero == 3:
+    elif spec.profile.zero == 3 or spec.profile.sequence_parallel > 1:
         _probe_logits(session)  # every rank takes part in gathering the weights
     curve = read_curve(Path(spec.run))
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in session.model.parameters())
+    peak = peak_flops()
+    flops = spec.shape.flops_per_token(attended / tokens) * tokens if tokens else 0.0
     return {
         "steps_run": steps,
         "resumed_from": resumed_from,
         "tokens": tokens,
         "loss_first": curve[0]["loss"] if curve else None,
         "loss_last": _mean([line["loss"] for line in curve[-10:]]),
-        "clip_share": _mean([float(line["grad_norm"] > spec.params.max_grad_norm) for line in curve]),
+        "clip_share": _mean([float(line["grad_norm"] > line["limit"]) for line in curve]),
         "eval_loss": eval_loss,
-        "tokens_per_second_per_gpu": round(per_rank, 1),
-        "mfu": model_flops_utilisation(parameters, per_rank),
+        "tokens_per_second_per_gpu": round(tokens / seconds / spec.ranks, 1),
+        "mfu": round(flops / seconds / spec.ranks / peak, 4) if peak else None,
         "peak_bytes": memory,
         "seconds": round(seconds, 3),
         "world_size": spec.ranks,
@@ -265,34 +220,54 @@ def _summary(session: Session, seconds: float, resumed_from: int) -> dict[str, A
 def held_out_loss(session: Session) -> float | None:
     """Mean negative log-likelihood per supervised token of the validation split (nats); None where it is empty.
 
-    Ranks take every ranks-th sequence; one that has run out repeats its last with weight zero, since under ZeRO-3 all
-    must call forward.
+    Each group of ranks takes every so many-th micro-batch; one that has run out repeats the last without counting it, since
+    under ZeRO-3 all must call forward.
     """
     spec, trainer = session.spec, session.trainer
-    rows = load_packed(Path(spec.packed), "validation")
+    rows = load_packed(Path(spec.packed), "validation").with_format("numpy")
     if not len(rows):
         return None
-    model, device, collate = session.engine, trainer.args.device, PackedCollator(pad_token_id=0, padding_free=True)
+    model, collate = session.engine, _collator(spec)
+    group, _ = group_of(dist.get_rank(), spec.profile.sequence_parallel)
+    groups, size = spec.ranks // spec.profile.sequence_parallel, spec.micro_batch
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    for start in range(0, len(rows), spec.ranks):
-        mine = start + dist.get_rank()
-        batch = collate.torch_call([rows[min(mine, len(rows) - 1)]])
-        inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items() if k != "documents"}
+    total = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
+    starts = range(0, len(rows), size)
+    for first in range(0, len(starts), groups):
+        mine = first + group
+        start = starts[min(mine, len(starts) - 1)]
+        batch = collate([rows[i] for i in range(start, min(start + size, len(rows)))])
+        inputs = to_device(batch, trainer.args.device, compiled=spec.profile.kernels == "compiled")
+        for name in ("documents", "tokens", "attended"):
+            inputs.pop(name)
         with torch.no_grad():
-            outputs = model(**inputs, use_cache=False, fused_lm_head=True)
-        if mine < len(rows):
-            total += torch.stack([-outputs.log_probs.double().sum(), outputs.label_mask.double().sum()])
+            summed = model(**inputs)
+        if mine < len(starts):
+            total += torch.stack([summed.double(), total.new_tensor(inputs["supervised"].numel())])
     dist.all_reduce(total)
     return float(total[0] / total[1])
 
 
 def _probe_logits(session: Session) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.tensor([session.packed[0]["input_ids"][:PROBE_TOKENS]], device=session.trainer.args.device)
+    device, parallel = session.trainer.args.device, session.spec.profile.sequence_parallel
+    row = session.packed[0]["input_ids"]
+    ids = torch.tensor([row[: min(PROBE_TOKENS, len(row)) // parallel * parallel]], device=device)
+    part = ids.shape[1] // parallel
+    positions = torch.arange(ids.shape[1], device=device)[None]
+    _, place = group_of(dist.get_rank(), parallel)
+    mine = slice(place * part, (place + 1) * part)
     model = session.engine
     model.eval()
+    bounds = torch.tensor([0, ids.shape[1]], dtype=torch.int32, device=device)
     with torch.no_grad():
-        return ids, model(input_ids=ids, use_cache=False).logits.float()
+        made = model(
+            input_ids=ids[:, mine],
+            position_ids=positions[:, mine],
+            cu_seq_lens_q=bounds,
+            max_length_q=ids.shape[1],
+            use_cache=False,
+        ).logits.float()
+    return ids[:, mine], made
 
 
 def _save_probe(session: Session) -> None:
@@ -319,6 +294,25 @@ def close() -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    train(prepare(load_spec(Path(sys.argv[1]))))
+def guarded(spec: Spec, work: Callable[[Spec], None]) -> None:
+    """Do the work of a rank; where the GPU's memory does not suffice, leave word of what it held."""
+    try:
+        work(spec)
+    except torch.OutOfMemoryError as error:
+        held = {
+            "rank": dist.get_rank(),
+            "said": str(error).splitlines()[0],
+            "allocated_bytes": torch.cuda.memory_allocated() if spec.cuda else 0,
+            "peak_bytes": torch.cuda.max_memory_allocated() if spec.cuda else 0,
+        }
+        write_json(Path(spec.run) / OUT_OF_MEMORY, held)
+        raise
+
+
+def main(spec: Spec) -> None:
+    train(prepare(spec))
     close()
+
+
+if __name__ == "__main__":
+    guarded(load_spec(Path(sys.argv[1])), main)

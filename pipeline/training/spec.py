@@ -10,7 +10,9 @@ from pathlib import Path
 
 from pipeline.artifact import canonical, digest_of, digest_text
 from pipeline.config.params import Section, TrainParams
+from pipeline.config.profile import Profile
 from pipeline.fingerprint import code_digest
+from pipeline.training.shape import ModelShape
 
 RANK_MODULE = "pipeline.training.sft"
 """The module whose closure is the training code; gates run it too, so what they prove is what `train` runs."""
@@ -32,14 +34,16 @@ class Spec(Section):
     """Rows of the training split to use; null: all."""
     resume_from: str | None
     """Name of the checkpoint folder in `run` to continue from; null: from the base model."""
+    profile: Profile
+    """How the rung runs; what it leaves to be worked out stands below."""
     cuda: bool
     ranks: int
     threads: int
     micro_batch: int
     accumulation: int
-    zero: int
-    activation_checkpointing: bool
     checkpoint_every: int
+    shape: ModelShape
+    """Of the base model, for buckets and plans."""
 
     def save(self) -> Path:
         """Write the spec into its run folder and return its path."""

@@ -21,8 +21,8 @@ from tests.workspace import ROOT
 pytestmark = pytest.mark.unit
 
 SHIPPED = (ROOT / "params.yaml").read_text(encoding="utf-8")
-PATH_BASE = "base:\n  kind: path\n  path: m\n  content: abc\n"
-HUB_BASE = "base:\n  kind: hub\n  id: owner/name\n  revision: main\n"
+PATH_BASE = "base:\n  kind: path\n  path: m\n  content: abc\n  new_tokens: []\n"
+HUB_BASE = "base:\n  kind: hub\n  id: owner/name\n  revision: main\n  new_tokens: []\n"
 
 
 def _line(section: str, key: str, replacement: str) -> str:
@@ -191,11 +191,11 @@ def test_words_are_no_truth_values(word: str, tmp_path: Path) -> None:
     text = (ROOT / "profiles/local.yaml").read_text(encoding="utf-8")
     profile: dict[str, Any] = YAML(typ="safe", pure=True).load(text)
     lines = [
-        f"activation_checkpointing: {word}" if k == "activation_checkpointing" else f"{k}: {json.dumps(v)}"
+        f"profile_flops: {word}" if k == "profile_flops" else f"{k}: {json.dumps(v)}"
         for k, v in profile.items()
     ]
     path.write_text("\n".join(lines), encoding="utf-8")
-    with pytest.raises(ConfigError, match=f'activation_checkpointing = "{word}"'):
+    with pytest.raises(ConfigError, match=f'profile_flops = "{word}"'):
         load_profile(path)
 
 
@@ -230,7 +230,8 @@ def test_published_schema_is_the_code_s(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_schema_completes_for_editors(name: str) -> None:
     schema = json.loads(json_schema(PUBLISHED[name]))
-    for title, part in {"": schema, **schema.get("$defs", {})}.items():
+    sections = {title: part for title, part in schema.get("$defs", {}).items() if part}  # `{}` is any JSON value
+    for title, part in {"": schema, **sections}.items():
         assert part["additionalProperties"] is False, title
         assert sorted(part["required"]) == sorted(part["properties"]), title
         assert not [key for key, value in part["properties"].items() if "default" in value]
