@@ -21,7 +21,8 @@ from pipeline.dataset.engine import choose_engine
 from pipeline.dataset.manifest import SPLITS, PackedFacts, read_formatted
 from pipeline.dataset.masking import load_tokenizer
 from pipeline.dataset.packing import best_fit_decreasing, write_packed
-from pipeline.dataset.spool import cores, fill_spool, sample_rows
+from pipeline.dataset.spool import fill_spool, sample_rows
+from pipeline.environment import cores
 from pipeline.stage import run_stage
 
 

@@ -8,7 +8,6 @@ start only for a set larger than CHUNKS_ALONE chunks: starting one takes half a 
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -25,7 +24,7 @@ from pipeline.config.params import FormatParams
 from pipeline.dataset.conversation import Conversation
 from pipeline.dataset.convert import Converter, Form
 from pipeline.dataset.dedup import signatures
-from pipeline.dataset.record import Record, Reject
+from pipeline.dataset.reading.record import Record, Reject
 from pipeline.dataset.screening import Screen
 from pipeline.dataset.split import is_held_out, row_key
 from pipeline.dataset.templates import Template, load_template, special_tokens
@@ -172,11 +171,6 @@ class _Columns:
         if with_said:
             return pa.record_batch([*columns, pa.array(self.said, pa.string())], schema=SCHEMA.append(SAID))
         return pa.record_batch(columns, schema=SCHEMA)
-
-
-def cores() -> int:
-    """Cores this process may use, which `taskset` and a batch system can restrict."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepared_chunks(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import mmap
 import os
 import tempfile
 from collections import Counter, deque
@@ -27,6 +26,7 @@ import pyarrow  # pyright: ignore[reportMissingTypeStubs] - ships no types
 
 from pipeline.config.errors import DataError
 from pipeline.config.params import PackParams
+from pipeline.dataset.batches import offsets_in, read_batches, row_bytes
 from pipeline.dataset.engine import Engine
 from pipeline.dataset.masking import PartTokenizer, Tokens, gather, merged, tokenise_batch
 from pipeline.progress import progress
@@ -36,7 +36,6 @@ pa: Any = pyarrow
 PIECE_ROWS = 1024
 PIECE_BYTES = 4 << 20
 """What a worker tokenises at once; a row above it is a piece of its own."""
-FORGET_BYTES = 64 << 20
 SAMPLE_BYTES = 1 << 19
 
 Ints = npt.NDArray[np.int64]
@@ -168,8 +167,8 @@ def fit(piece: Piece, source: Path, tokenizer: PartTokenizer, engine: Engine, pa
 def read_pieces(source: Path) -> Iterator[Piece]:
     """The rows of a formatted file, in order, in pieces of bounded size."""
     first = 0
-    for batch in _batches(source):
-        sizes = _row_bytes(batch.column("parts"))
+    for batch in read_batches(source):
+        sizes = row_bytes(batch.column("parts"))
         start = 0
         while start < batch.num_rows:
             fits = int(np.searchsorted(np.cumsum(sizes[start : start + PIECE_ROWS]), PIECE_BYTES, side="right"))
@@ -186,8 +185,8 @@ def sample_rows(source: Path) -> list[list[str]]:
     """
     longest: list[tuple[int, int]] = []
     rows = size = 0
-    for batch in _batches(source):
-        sizes = _row_bytes(batch.column("parts"))
+    for batch in read_batches(source):
+        sizes = row_bytes(batch.column("parts"))
         size += int(sizes.sum())
         sizes[sizes > SAMPLE_BYTES // 16] = 0
         top = np.argsort(sizes)[-4:]
@@ -199,16 +198,11 @@ def sample_rows(source: Path) -> list[list[str]]:
     chosen = np.array(sorted(wanted | {row for _, row in longest}), np.int64)
     found: list[list[str]] = []
     first = 0
-    for batch in _batches(source):
+    for batch in read_batches(source):
         for row in chosen[(chosen >= first) & (chosen < first + batch.num_rows)].tolist():
             found += _rows(batch.column("parts").slice(row - first, 1))
         first += batch.num_rows
     return found
-
-
-def cores() -> int:
-    """Cores this process may use, which `taskset` and a batch system can restrict; the most workers that help."""
-    return len(os.sched_getaffinity(0))
 
 
 def in_order(function: Callable[[In], Out], items: Iterable[In], workers: int) -> Iterator[Out]:
@@ -255,34 +249,8 @@ def _fragments(found: Tokens, document: int, limit: int, overhead: int) -> list[
     return [*spans, (begin, len(lengths))]
 
 
-def _batches(source: Path) -> Iterator[Any]:
-    """Record batches of an Arrow stream file, mapped; pages behind are given back, so that the file does not pile up."""
-    with source.open("rb") as file:
-        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # closed with the last batch that looks into it
-    read = 0
-    for batch in pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(pages))):
-        yield batch
-        read += batch.nbytes
-        if read >= FORGET_BYTES:
-            pages.madvise(mmap.MADV_DONTNEED)
-            read = 0
-
-
-def _row_bytes(parts: Any) -> Ints:
-    """(rows,) bytes of text of each row."""
-    texts = parts.values
-    return np.diff(_offsets(texts).astype(np.int64)[_offsets(parts)])
-
-
 def _rows(parts: Any) -> list[list[str]]:
-    borders = _offsets(parts)
+    borders = offsets_in(parts)
     texts = parts.values.slice(int(borders[0]), int(borders[-1] - borders[0])).to_pylist()
     starts = (borders - borders[0]).tolist()
     return [texts[a:b] for a, b in pairwise(starts)]
-
-
-def _offsets(array: Any) -> npt.NDArray[np.int32]:
-    """(n + 1,) offsets of a list or text array, read off its buffer: pyarrow's own conversion imports pandas, 0.3 s."""
-    if not len(array):
-        return np.zeros(1, np.int32)
-    return np.frombuffer(array.buffers()[1], np.int32)[array.offset : array.offset + len(array) + 1]

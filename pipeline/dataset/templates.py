@@ -19,18 +19,16 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from jinja2 import Template as Compiled
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
 from pipeline.artifact import digest_text, read_json
 from pipeline.config.errors import DataError, ModelError
 from pipeline.dataset.conversation import Call, Conversation, Turn
-from pipeline.dataset.frames import Frame, Noted, Notes, allows_frames, frame_of, look, marked
+from pipeline.dataset.dialect import sandbox
+from pipeline.dataset.frames import Frame, Noted, Notes, allows_frames, frame_of, marked
 
 Parts = tuple[str, ...]
 Supervise = Literal["every_turn", "last_turn", "all_text"]
@@ -70,7 +68,7 @@ class Template:
         self._other = _OTHER if name == "chat" else "use 'chat', or leave these rows out"
         self._supervise, self._split = supervise, reasoning == "split"
         self._special = _special_token_map(model)
-        environment = _environment()
+        environment = sandbox()
         try:
             self._framed = allows_frames(environment.parse(source))
             self._compiled: Compiled = environment.from_string(source)
@@ -369,37 +367,3 @@ def _special_token_map(model: Path) -> dict[str, str]:
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     values = {name: config.get(name) for name in names}
     return {name: v["content"] if isinstance(v, dict) else v for name, v in values.items() if v}
-
-
-class _Generation(Extension):
-    """`{% generation %}`: a marker some templates carry around answers; here it only renders its body."""
-
-    tags: ClassVar[set[str]] = {"generation"}  # pyright: ignore[reportIncompatibleVariableOverride] - a class variable there too
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The dialect of Hugging Face chat templates: trimmed blocks, loop controls, `raise_exception`, UTF-8 `tojson`."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        look(value)
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment.globals["raise_exception"] = raise_exception  # pyright: ignore[reportUnknownMemberType] - a bare dict in jinja2
-    environment.filters["tojson"] = tojson  # pyright: ignore[reportUnknownMemberType] - a bare dict in jinja2
-    return environment

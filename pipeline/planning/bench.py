@@ -27,6 +27,7 @@ from typing import Any
 from pipeline.artifact import read_json
 from pipeline.config.errors import ConfigError, DataError, ModelError, RunFailed
 from pipeline.config.schema import load_params
+from pipeline.environment import cores
 from pipeline.fingerprint import ROOT
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -94,7 +95,7 @@ def bench_data(rows: int, inputs: Sequence[Path], model: Path, max_length: int, 
         fill=packed["fill"],
         max_length=max_length,
         engine=packed["engine"],
-        cores=len(os.sched_getaffinity(0)),
+        cores=cores(),
         timings=tuple(timings),
         ratio=round(timings[3].seconds / both, 2) if reference else None,
     )

@@ -22,6 +22,7 @@ import pytest
 from pipeline.artifact import digest_folder
 from pipeline.config.errors import DataError
 from pipeline.config.params import PackParams
+from pipeline.dataset import batches
 from pipeline.dataset import spool as spooling
 from pipeline.dataset.engine import Engine, choose_engine
 from pipeline.dataset.manifest import packed_files
@@ -235,7 +236,7 @@ def test_merged_borders_are_counted(pack: Packer) -> None:
 def test_pieces_are_bounded_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spooling, "PIECE_BYTES", 100)
     monkeypatch.setattr(spooling, "PIECE_ROWS", 8)
-    monkeypatch.setattr(spooling, "FORGET_BYTES", 1)
+    monkeypatch.setattr(batches, "FORGET_BYTES", 1)
     chats = [["字" * (i % 11), "a" * (i * 7 % 90)] for i in range(200)] + [["x" * 1000, ""]] + [["", "b"]] * 20
     pieces = list(read_pieces(_formatted(tmp_path / "train.arrow", chats, 33)))
     assert [row for piece in pieces for row in piece.rows] == chats

@@ -1,0 +1,46 @@
+"""Record batches of an Arrow stream file, one at a time, however large the file.
+
+Contract: `read_batches` gives every batch in order. A batch is read from the disk as it is looked at and may be kept; what lies
+behind is given back, so that resident memory does not grow with the file (it did: 5 GB mapped were 5 GB resident).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow  # pyright: ignore[reportMissingTypeStubs] - ships no types
+
+pa: Any = pyarrow
+
+FORGET_BYTES = 64 << 20
+
+
+def read_batches(path: Path) -> Iterator[Any]:
+    """The batches of a stream file that holds at least its schema."""
+    with path.open("rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # closed with the last batch that looks into it
+    read = 0
+    for batch in pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(pages))):
+        yield batch
+        read += batch.nbytes
+        if read >= FORGET_BYTES:
+            pages.madvise(mmap.MADV_DONTNEED)
+            read = 0
+
+
+def row_bytes(parts: Any) -> npt.NDArray[np.int64]:
+    """(rows,) bytes of text of each row."""
+    texts = parts.values
+    return np.diff(offsets_in(texts).astype(np.int64)[offsets_in(parts)])
+
+
+def offsets_in(array: Any) -> npt.NDArray[np.int32]:
+    """(n + 1,) offsets of a list or text array, read off its buffer: pyarrow's own conversion imports pandas, 0.3 s."""
+    if not len(array):
+        return np.zeros(1, np.int32)
+    return np.frombuffer(array.buffers()[1], np.int32)[array.offset : array.offset + len(array) + 1]
