@@ -64,7 +64,7 @@ def format(format: FormatParams, *, raw: Path, model: Path, formatted: Path) -> 
         rows.read(files, raw, model, preparer, cores())
         check_rejects(rows, format.max_reject_share, raw)
         verdict = Verdict(format, rows)
-        verdict.write(folder)
+        parts_digest = verdict.write(folder)
         rows.spool.unlink()
         kept = verdict.written["train"] + verdict.written["validation"]
         if not verdict.written["train"]:
@@ -75,6 +75,7 @@ def format(format: FormatParams, *, raw: Path, model: Path, formatted: Path) -> 
                 preparer.template.digest,
                 preparer.template.stop_token,
                 tokenizer_digest(model),
+                parts_digest,
                 verdict.written["train"],
                 verdict.written["validation"],
             )

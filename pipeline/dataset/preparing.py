@@ -24,16 +24,28 @@ from pipeline.config.params import FormatParams
 from pipeline.dataset.conversation import Conversation
 from pipeline.dataset.convert import Converter, Form
 from pipeline.dataset.dedup import signatures
+from pipeline.dataset.fragments import Cuts
 from pipeline.dataset.reading.record import Record, Reject
+from pipeline.dataset.rendering import special_tokens
 from pipeline.dataset.screening import Screen
 from pipeline.dataset.split import is_held_out, row_key
-from pipeline.dataset.templates import Template, load_template, special_tokens
+from pipeline.dataset.templates import Template, load_template
 from pipeline.launch.process import die_with_parent
 
 pa: Any = pyarrow
 
-SCHEMA = pa.schema({"parts": pa.list_(pa.string()), "place": pa.string(), "key": pa.string()})
-"""A row of data/formatted. parts: context, supervised, context, ..., beginning with context; place: FILE:NUMBER; key: SHA-256."""
+SCHEMA = pa.schema(
+    {
+        "parts": pa.list_(pa.string()),
+        "place": pa.string(),
+        "key": pa.string(),
+        "cuts": pa.list_(pa.int32()),
+        "head": pa.int32(),
+        "gap": pa.int32(),
+    }
+)
+"""A row of data/formatted. parts: context, supervised, context, ..., beginning with context; place: FILE:NUMBER; key: SHA-256;
+cuts, head, gap: as `Cuts`."""
 SAID = pa.field("said", pa.string())
 """What question and answers say, kept beside a row until shared passages have been looked for."""
 
@@ -145,7 +157,7 @@ class Preparer:
             said = "\n".join(turn.text for turn in conversation.turns if turn.role in ("user", "assistant"))
         for parts in rendered:
             made.unit.append(unit)
-            rows.add(parts, conversation.place, key, said)
+            rows.add(parts, conversation.place, key, said, self.template.cuts(conversation, parts))
 
 
 class _Columns:
@@ -157,17 +169,32 @@ class _Columns:
         self.keys: list[str] = []
         self.said: list[str] = []
         self.offsets = [0]
+        self.cuts: list[int] = []
+        self.cut_offsets = [0]
+        self.heads: list[int] = []
+        self.gaps: list[int] = []
 
-    def add(self, parts: tuple[str, ...], place: str, key: str, said: str) -> None:
+    def add(self, parts: tuple[str, ...], place: str, key: str, said: str, cuts: Cuts) -> None:
         self.parts += parts
         self.offsets.append(len(self.parts))
         self.places.append(place)
         self.keys.append(key)
         self.said.append(said)
+        self.cuts += cuts.parts
+        self.cut_offsets.append(len(self.cuts))
+        self.heads.append(cuts.head)
+        self.gaps.append(cuts.gap)
 
     def batch(self, *, with_said: bool) -> Any:
-        parts = pa.ListArray.from_arrays(pa.array(self.offsets, pa.int32()), pa.array(self.parts, pa.string()))
-        columns = [parts, pa.array(self.places, pa.string()), pa.array(self.keys, pa.string())]
+        ints = pa.int32()
+        columns = [
+            pa.ListArray.from_arrays(pa.array(self.offsets, ints), pa.array(self.parts, pa.string())),
+            pa.array(self.places, pa.string()),
+            pa.array(self.keys, pa.string()),
+            pa.ListArray.from_arrays(pa.array(self.cut_offsets, ints), pa.array(self.cuts, ints)),
+            pa.array(self.heads, ints),
+            pa.array(self.gaps, ints),
+        ]
         if with_said:
             return pa.record_batch([*columns, pa.array(self.said, pa.string())], schema=SCHEMA.append(SAID))
         return pa.record_batch(columns, schema=SCHEMA)

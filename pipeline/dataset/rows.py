@@ -20,9 +20,10 @@ from typing import Any, TextIO
 import numpy as np
 import pyarrow  # pyright: ignore[reportMissingTypeStubs] - ships no types
 
+from pipeline.artifact import canonical, digest_text
 from pipeline.config.errors import DataError
 from pipeline.config.params import FormatParams
-from pipeline.dataset.batches import read_batches, row_bytes
+from pipeline.dataset.batches import PartsDigest, read_batches, row_bytes
 from pipeline.dataset.convert import EVIDENCE_ROWS, detect
 from pipeline.dataset.dedup import Passages, Signatures
 from pipeline.dataset.mixture import copies, within_limits
@@ -165,10 +166,16 @@ class Verdict:
         self.written = {split: int((t * self._size).sum()) for split, t in self._times.items()}
         self.repeated = sum(self.written.values()) - int(self._size[alive].sum())
 
-    def write(self, folder: Path) -> None:
-        """The rows on disk to the splits, as often as each is taken."""
+    def write(self, folder: Path) -> str:
+        """The rows on disk to the splits, as often as each is taken. Returns a digest of what the rows of both say."""
+        digests = {split: PartsDigest() for split in self._times}
         with ExitStack() as stack:
             writers: dict[str, Any] = {}
+
+            def write(split: str, batch: Any) -> None:
+                writers[split].write_batch(batch)
+                digests[split].add(batch.column("parts"))
+
             for split in self._times:
                 sink = stack.enter_context(pa.OSFile(str(folder / f"{split}.arrow"), "wb"))
                 writers[split] = stack.enter_context(pa.ipc.new_stream(sink, SCHEMA))
@@ -177,11 +184,12 @@ class Verdict:
                 for split, times in self._times.items():
                     chosen = np.repeat(np.arange(len(units)), times[units])
                     if len(chosen) == len(units) and bool((times[units] == 1).all()):
-                        writers[split].write_batch(columns)
+                        write(split, columns)
                     elif len(chosen):
                         sizes = np.cumsum(row_bytes(batch.column("parts"))[chosen])
                         for rows in np.split(chosen, np.flatnonzero(np.diff(sizes // COPIED_BYTES)) + 1):
-                            writers[split].write_batch(columns.take(pa.array(rows)))
+                            write(split, columns.take(pa.array(rows)))
+        return digest_text(canonical({split: digest.digest() for split, digest in digests.items()}))
 
     def _drop(self, alive: np.ndarray, which: np.ndarray) -> int:
         """Rows of the units that are dropped now."""

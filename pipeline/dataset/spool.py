@@ -28,6 +28,7 @@ from pipeline.config.errors import DataError
 from pipeline.config.params import PackParams
 from pipeline.dataset.batches import offsets_in, read_batches, row_bytes
 from pipeline.dataset.engine import Engine
+from pipeline.dataset.fragments import Cuts, fragment
 from pipeline.dataset.masking import PartTokenizer, Tokens, gather, merged, tokenise_batch
 from pipeline.progress import progress
 
@@ -75,11 +76,18 @@ class Spool:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some formatted rows: number of the first, parts, places."""
+    """Some formatted rows: number of the first, parts, places; all columns as they lie in the file."""
 
     first: int
     rows: list[list[str]]
     places: list[str]
+    batch: Any
+
+    def cuts(self, row: int) -> Cuts:
+        """Where one of them may be cut."""
+        columns = (self.batch.column(name)[row].as_py() for name in ("cuts", "head", "gap"))
+        parts, head, gap = columns
+        return Cuts(tuple(parts), head, gap)
 
 
 @dataclass(frozen=True)
@@ -135,11 +143,22 @@ def fit(piece: Piece, source: Path, tokenizer: PartTokenizer, engine: Engine, pa
             f"{params.max_length}; raise it or set pack.long_documents"
         )
     if len(long) and params.long_documents == "split":
-        overhead = len(tokenizer.start) + (tokenizer.prefix is not None)
-        spans = [(int(i), a, b) for i in long for a, b in _fragments(found, int(i), params.max_length, overhead)]
-        counts["documents_split"] = len({i for i, a, _ in spans if a})
-        made = tokenise_batch([piece.rows[i][a:b] for i, a, b in spans], tokenizer, engine.encode, engine.inside)
+        cuts = {int(i): piece.cuts(int(i)) for i in long}
+        heads = tokenise_batch([[piece.rows[i][0][: c.head]] for i, c in cuts.items()], tokenizer, engine.encode, engine.inside)
+        spans = [
+            (i, first, end)
+            for (i, c), repeated in zip(cuts.items(), np.diff(heads.offsets).tolist(), strict=True)
+            for first, end in _spans(found, i, c, params.max_length, repeated)
+        ]
+        counts["documents_split"] = len({i for i, first, _ in spans if first})
+        made = tokenise_batch(
+            [fragment(piece.rows[i], first, end, cuts[i].head, cuts[i].gap) for i, first, end in spans],
+            tokenizer,
+            engine.encode,
+            engine.inside,
+        )
         made_lengths = np.diff(made.offsets)
+        counts["tokens_repeated"] = int(made_lengths.sum() - lengths[long].sum())
         whole = lengths <= params.max_length
         numbers = np.concatenate([numbers[whole], [i for i, _, _ in spans]])
         order = np.argsort(numbers, kind="stable")
@@ -173,7 +192,7 @@ def read_pieces(source: Path) -> Iterator[Piece]:
         while start < batch.num_rows:
             fits = int(np.searchsorted(np.cumsum(sizes[start : start + PIECE_ROWS]), PIECE_BYTES, side="right"))
             rows = batch.slice(start, max(1, fits))
-            yield Piece(first + start, _rows(rows.column("parts")), rows.column("place").to_pylist())
+            yield Piece(first + start, _rows(rows.column("parts")), rows.column("place").to_pylist(), rows)
             start += rows.num_rows
         first += batch.num_rows
 
@@ -231,21 +250,21 @@ def _write(file: FileIO, values: npt.NDArray[np.int32]) -> None:
         left = left[file.write(left) :]
 
 
-def _fragments(found: Tokens, document: int, limit: int, overhead: int) -> list[tuple[int, int]]:
-    """Spans of parts of a long document: as many turns (context, answer) in each as fit, cut after an answer.
+def _spans(found: Tokens, document: int, cuts: Cuts, limit: int, repeated: int) -> list[tuple[int, int]]:
+    """Which parts of a long document each fragment holds: as many of the pieces between cuts as fit.
 
-    A turn that is too long by itself is a span of its own, which is then dropped. overhead: tokens that a text may get in
-    front when it is tokenised by itself.
+    A piece that is too long by itself is a fragment of its own, which is then dropped. repeated: tokens of the head that a later
+    fragment begins with; those of the gap, in the place of which it stands, are counted too, so a few tokens stay free.
     """
     lengths = found.part_lengths[found.part_offsets[document] : found.part_offsets[document + 1]].tolist()
     spans: list[tuple[int, int]] = []
     begin, size = 0, 0
-    for part in range(0, len(lengths), 2):
-        turn = sum(lengths[part : part + 2])
-        if part > begin and size + turn > limit:
-            spans.append((begin, part))
-            begin, size = part, overhead
-        size += turn
+    for first, end in pairwise([0, *cuts.parts, len(lengths)]):
+        piece = sum(lengths[first:end])
+        if first > begin and size + piece > limit:
+            spans.append((begin, first))
+            begin, size = first, repeated
+        size += piece
     return [*spans, (begin, len(lengths))]
 
 
