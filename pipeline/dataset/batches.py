@@ -50,8 +50,8 @@ class PartsDigest:
         ends = offsets_in(texts)
         content = texts.buffers()[2] if len(texts) else None
         counts, lengths, text = self._hashes
-        counts.update(np.diff(borders).astype("<i4"))
-        lengths.update(np.diff(ends).astype("<i4"))
+        counts.update(np.diff(borders).astype("<i4").tobytes())
+        lengths.update(np.diff(ends).astype("<i4").tobytes())
         if content is not None:
             text.update(content[int(ends[0]) : int(ends[-1])])
 

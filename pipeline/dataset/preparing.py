@@ -1,8 +1,9 @@
 """Records to rendered rows, a chunk at a time and on all cores: everything that one row needs no other row for.
 
 Contract: `prepared_chunks` gives one Prepared for each chunk, in order, with the same content whatever the number of workers;
-at most 2 chunks per worker are held. Workers are processes, since Python's work on texts holds the interpreter lock; they
-start only for a set larger than CHUNKS_ALONE chunks: starting one takes half a second, and on 2 cores they gain a third.
+at most 2 chunks per worker are held, each of four million characters and a row. Workers are processes, since Python's work on
+texts holds the interpreter lock; they start only for a set larger than CHUNKS_ALONE chunks, since starting one takes half a
+second. On 2 cores, 800,000 alpaca rows took 42 s with two of them and 56 s with none.
 """
 
 from __future__ import annotations

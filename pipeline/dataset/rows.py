@@ -2,7 +2,7 @@
 
 Contract: `Rows` reads, converts and renders rows as they come; it rejects them, meets them again, or keeps them on disk until
 all are known. `Verdict` then decides for each: near duplicate or not, within its source's cap or not, held out or trained
-on, free of held-out passages or not, taken as often as its weight says. Memory holds some 100 bytes for each row.
+on, free of held-out passages or not, taken as often as its weight says. Memory holds some 160 bytes for each row.
 """
 
 from __future__ import annotations
