@@ -1,9 +1,8 @@
 """Where a rendered conversation may be cut, told by rendering.
 
 Contract: a cut stands before a question, and what `fragment` makes of the row from there on is what the template writes for
-the conversation of the same system turn and tools that begins at that question. To know, a row is rendered once more from its
-first cut on (where the template looks into no content, only the first rows of each sequence of roles); if the two differ, it
-has no cut.
+the conversation of the same system turn and tools that begins at that question. To know, each row is rendered once more from
+its first cut on; if the two differ, it has no cut.
 """
 
 from __future__ import annotations
@@ -13,30 +12,23 @@ from collections.abc import Callable, Sequence
 from pipeline.config.errors import DataError
 from pipeline.dataset.conversation import Conversation, Turn
 from pipeline.dataset.fragments import NOWHERE, Cuts, fragment
-from pipeline.dataset.frames import CHECKED_ROWS, MOST_FRAMES, marked
+from pipeline.dataset.frames import marked
 from pipeline.dataset.rendering import Renderer
 
 Parts = tuple[str, ...]
 
 
 class Cutter:
-    """The cuts of one template. parts: renders a conversation in full, given the turns that are supervised."""
+    """The cuts of one template. parts: those of a conversation, given the turns that are supervised."""
 
-    def __init__(
-        self,
-        renderer: Renderer,
-        stop_token: str,
-        parts: Callable[[Conversation, Sequence[int], Callable[[str], str]], Parts],
-    ) -> None:
+    def __init__(self, renderer: Renderer, stop_token: str, parts: Callable[[Conversation, Sequence[int]], Parts]) -> None:
         self._renderer, self._stop_token, self._parts = renderer, stop_token, parts
         self._between = self._between_turns()
         """What stands between the stop token of an answer and the next question; None where the template takes no second one."""
-        self._unchecked: dict[tuple[object, ...], int] = {}
         self._head: tuple[object, str | None] = (None, None)
 
-    def cuts(self, conversation: Conversation, answers: Sequence[int], parts: Parts, shape: tuple[object, ...] | None) -> Cuts:
-        """Where a row may be cut. answers: the turns that its supervised parts are; shape: its roles, where the template writes
-        all rows of these roles alike."""
+    def cuts(self, conversation: Conversation, answers: Sequence[int], parts: Parts) -> Cuts:
+        """Where a row may be cut; answers: the turns that its supervised parts are."""
         if self._between is None:
             return NOWHERE
         turns = conversation.turns
@@ -46,13 +38,7 @@ class Cutter:
         if head is None or not parts[0].startswith(head) or not all(parts[n].startswith(self._between) for n in found):
             return NOWHERE
         cuts = Cuts(found, len(head), len(self._between))
-        unchecked = self._unchecked.get(shape, CHECKED_ROWS) if shape else CHECKED_ROWS
-        if unchecked:
-            if not self._begins_anew(conversation, answers, parts, cuts):
-                return NOWHERE
-            if shape and (shape in self._unchecked or len(self._unchecked) < MOST_FRAMES):
-                self._unchecked[shape] = unchecked - 1
-        return cuts
+        return cuts if self._begins_anew(conversation, answers, parts, cuts) else NOWHERE
 
     def _between_turns(self) -> str | None:
         turns = [Turn("user" if n % 2 == 0 else "assistant", marked(n)) for n in range(4)]
@@ -83,6 +69,6 @@ class Cutter:
         later = Conversation(conversation.place, (*system, *conversation.turns[start:]), conversation.tools)
         kept = [answer - start + len(system) for answer in answers if answer >= start]
         try:
-            return self._parts(later, kept, str) == tuple(fragment(parts, first, len(parts), cuts.head, cuts.gap))
+            return self._parts(later, kept) == tuple(fragment(parts, first, len(parts), cuts.head, cuts.gap))
         except DataError:
             return False

@@ -18,11 +18,6 @@ from typing import Any
 
 from jinja2 import nodes
 
-CHECKED_ROWS = 4
-"""Rows of each sequence of roles that are rendered both ways before what was found for it is relied on."""
-MOST_FRAMES = 4096
-"""Sequences of roles that are remembered; further ones are rendered in full."""
-
 _MARK = re.compile("\ue000(\\d+)\ue001")
 _TRANSPARENT_FILTERS = frozenset({"trim", "tojson", "string", "length", "count", "upper", "lower", "replace", "default", "d"})
 """Filters that call a method of their text, hand it on unchanged, or (tojson) are ours and look for notes."""

@@ -20,7 +20,7 @@ from pipeline.config.errors import DataError, ModelError
 from pipeline.dataset.conversation import Call, Conversation, Turn
 from pipeline.dataset.cutting import Cutter
 from pipeline.dataset.fragments import NOWHERE, Cuts
-from pipeline.dataset.frames import CHECKED_ROWS, MOST_FRAMES, Frame, Noted, Notes, frame_of, marked
+from pipeline.dataset.frames import Frame, Noted, Notes, frame_of, marked
 from pipeline.dataset.rendering import NAMED, Renderer, special_token_map, special_tokens
 
 Parts = tuple[str, ...]
@@ -30,6 +30,11 @@ Reasoning = Literal["keep", "strip", "split"]
 _FOLDER = Path(__file__).parent / "templates"
 _PROBE = Conversation("probe", (Turn("user", "a question"), Turn("assistant", "an answer", "", True)))
 _THOUGHT_OPENED = re.compile(r"<think>\s*")
+
+_CHECKED_ROWS = 4
+"""Rows of each sequence of roles that are rendered both ways before its frame is relied on."""
+_MOST_FRAMES = 4096
+"""Sequences of roles that are remembered; further ones are rendered in full."""
 
 
 class Rewritten(DataError):
@@ -65,7 +70,7 @@ class Template:
         self.stop_token = _stop_token(name, closing, special_tokens(model))
         self._gap = closing[: len(closing) - len(closing.lstrip())]
         self._left_out = self._not_printed()
-        self._cutter = Cutter(self._renderer, self.stop_token, self._full)
+        self._cutter = Cutter(self._renderer, self.stop_token, self._parts)
 
     def rows(self, conversation: Conversation) -> list[Parts]:
         """The parts of a conversation: one row, or one for each answer where the policy splits what cannot be one.
@@ -82,11 +87,7 @@ class Template:
 
     def cuts(self, conversation: Conversation, parts: Parts) -> Cuts:
         """Where a row of `rows` may be cut, should it be too long."""
-        if len(parts) == 2:
-            return NOWHERE
-        answers = self._answers(conversation)
-        shape = self._shape(conversation, answers)
-        return self._cutter.cuts(conversation, answers, parts, shape if shape and self.frames.get(shape) else None)
+        return self._cutter.cuts(conversation, self._answers(conversation), parts) if len(parts) > 2 else NOWHERE
 
     def _answers(self, conversation: Conversation) -> list[int]:
         """Which turns are trained on. DataError where the policy leaves none."""
@@ -103,20 +104,23 @@ class Template:
 
     def _parts(self, conversation: Conversation, answers: Sequence[int]) -> Parts:
         """Parts from the frame of this sequence of roles, or rendered in full."""
-        shape = self._shape(conversation, answers)
-        if shape is None:
+        turns = conversation.turns
+        if not self._renderer.framed or conversation.tools:
             return self._full(conversation, answers, str)
         contents: list[str] = []
-        for turn in conversation.turns:
+        for turn in turns:
+            if not turn.content or turn.calls or turn.name or turn.call_id:
+                return self._full(conversation, answers, str)
             if turn.input:
                 contents += (turn.text, turn.content, turn.input)
             else:
                 contents.append(turn.content)
+        shape = (*answers, *[turn.role if not turn.input else "input" for turn in turns])
         if shape not in self.frames:
-            if len(self.frames) == MOST_FRAMES:
+            if len(self.frames) == _MOST_FRAMES:
                 return self._full(conversation, answers, str)
             self.frames[shape] = self._frame(conversation, answers)
-            self._unchecked[shape] = CHECKED_ROWS
+            self._unchecked[shape] = _CHECKED_ROWS
         frame = self.frames[shape]
         if frame is None:
             return self._full(conversation, answers, str)
@@ -128,16 +132,6 @@ class Template:
                 self.frames[shape] = None
             return full
         return parts
-
-    def _shape(self, conversation: Conversation, answers: Sequence[int]) -> tuple[object, ...] | None:
-        """The sequence of roles, and which are supervised; None where there is more to a turn than its texts."""
-        turns = conversation.turns
-        if not self._renderer.framed or conversation.tools:
-            return None
-        for turn in turns:
-            if not turn.content or turn.calls or turn.name or turn.call_id:
-                return None
-        return (*answers, *[turn.role if not turn.input else "input" for turn in turns])
 
     def _frame(self, conversation: Conversation, answers: Sequence[int]) -> Frame | None:
         """The frame of a conversation's roles; None where the template looks into contents or does not print each once."""
