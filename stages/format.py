@@ -22,8 +22,9 @@ from pipeline.config.params import FormatParams
 from pipeline.config.params import Source as SourceParams
 from pipeline.dataset.manifest import FormattedFacts, tokenizer_digest
 from pipeline.dataset.preparing import Preparer
-from pipeline.dataset.read import find_files
+from pipeline.dataset.reading.read import find_files
 from pipeline.dataset.rows import Rows, Verdict, check_rejects
+from pipeline.environment import cores
 from pipeline.stage import run_stage
 
 
@@ -60,10 +61,10 @@ def format(format: FormatParams, *, raw: Path, model: Path, formatted: Path) -> 
     with publish(formatted, facts) as folder, ExitStack() as stack:
         rejects = stack.enter_context((folder / "rejects.jsonl").open("w", encoding="utf-8"))
         rows = Rows(format, folder, rejects)
-        rows.read(files, raw, model, preparer)
+        rows.read(files, raw, model, preparer, cores())
         check_rejects(rows, format.max_reject_share, raw)
         verdict = Verdict(format, rows)
-        verdict.write(folder)
+        parts_digest = verdict.write(folder)
         rows.spool.unlink()
         kept = verdict.written["train"] + verdict.written["validation"]
         if not verdict.written["train"]:
@@ -74,6 +75,7 @@ def format(format: FormatParams, *, raw: Path, model: Path, formatted: Path) -> 
                 preparer.template.digest,
                 preparer.template.stop_token,
                 tokenizer_digest(model),
+                parts_digest,
                 verdict.written["train"],
                 verdict.written["validation"],
             )

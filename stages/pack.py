@@ -21,7 +21,8 @@ from pipeline.dataset.engine import choose_engine
 from pipeline.dataset.manifest import SPLITS, PackedFacts, read_formatted
 from pipeline.dataset.masking import load_tokenizer
 from pipeline.dataset.packing import best_fit_decreasing, write_packed
-from pipeline.dataset.spool import cores, fill_spool, sample_rows
+from pipeline.dataset.spool import fill_spool, sample_rows
+from pipeline.environment import cores
 from pipeline.stage import run_stage
 
 
@@ -30,6 +31,7 @@ class PackMetrics:
     """Counts over both splits; `fill`, `sequences` and the supervised figures are of the training split.
 
     merged_borders: documents whose joined text would have other ids, because a token would span two parts.
+    tokens_repeated: part of tokens_in; by how much the fragments of split documents are longer, as they repeat the system turn.
     """
 
     documents: int
@@ -40,6 +42,7 @@ class PackMetrics:
     tokens_kept: int
     tokens_truncated: int
     tokens_dropped: int
+    tokens_repeated: int
     sequences: int
     validation_sequences: int
     fill: float
@@ -83,6 +86,7 @@ def pack(pack: PackParams, *, formatted: Path, model: Path, packed: Path) -> Pac
                 stop_token=source.stop_token,
                 stop_token_id=stop_token_id,
                 tokenizer_digest=source.tokenizer_digest,
+                parts_digest=source.parts_digest,
                 max_length=pack.max_length,
                 train_sequences=train["sequences"],
                 train_tokens=train["tokens_kept"],
@@ -104,6 +108,7 @@ def pack(pack: PackParams, *, formatted: Path, model: Path, packed: Path) -> Pac
         tokens_kept=total["tokens_kept"],
         tokens_truncated=total["tokens_truncated"],
         tokens_dropped=total["tokens_dropped"],
+        tokens_repeated=total["tokens_repeated"],
         sequences=train["sequences"],
         validation_sequences=by_split["validation"]["sequences"],
         fill=fill,

@@ -17,7 +17,7 @@ from pathlib import Path
 from pipeline.artifact import read_json
 from pipeline.config.params import LoraTuning, SmokeParams, TrainParams
 from pipeline.config.schema import load_profile
-from pipeline.dataset.manifest import read_packed
+from pipeline.dataset.manifest import read_packed_of
 from pipeline.dataset.masking import load_tokenizer
 from pipeline.gates import verdict as verdicts
 from pipeline.gates.smoke_checks import choose_sequences, documents_due, mask_checks, run_checks
@@ -52,7 +52,7 @@ def smoke(
     verdict: Path,
 ) -> SmokeMetrics:
     """Run the gate on the rung the profile describes."""
-    facts = read_packed(packed, model)
+    facts = read_packed_of(packed, formatted, model)
     fingerprint = run_fingerprint(train, model, packed)
     verdicts.require(below, fingerprint)
     sequences = choose_sequences(packed, smoke.samples, train.global_batch)

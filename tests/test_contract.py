@@ -113,7 +113,8 @@ def test_only_orchestration_knows_dvc_and_prefect() -> None:
 
 
 def test_data_room_imports_neither_torch_nor_transformers() -> None:
-    modules = [f"pipeline.dataset.{p.stem}" for p in (ROOT / "pipeline/dataset").glob("*.py") if p.stem != "__init__"]
+    files = (p.relative_to(ROOT).with_suffix("") for p in (ROOT / "pipeline/dataset").rglob("*.py") if p.stem != "__init__")
+    modules = [".".join(path.parts) for path in files]
     modules += [
         "pipeline.training.run",
         "pipeline.training.checkpoint",

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from pipeline.config.errors import ConfigError
 from pipeline.config.params import ScratchBase
 from pipeline.dataset.convert import EVIDENCE_ROWS, Converter, detect
-from pipeline.dataset.read import Record, Reject, find_files, read_rows
+from pipeline.dataset.reading.read import Record, Reject, find_files, read_rows
+from pipeline.dataset.reading.record import next_rows
 from pipeline.dataset.screening import Screen, Screened
 
 PAD, END = "<|pad|>", "<|end|>"
@@ -66,7 +67,7 @@ def _texts(files: Sequence[Path]) -> Iterator[str]:
     screen = Screen((PAD, END, *ROLES), "reject", strip=False)
     for path in files:
         records = (row for row in read_rows(path) if isinstance(row, Record))
-        head = list(itertools.islice(records, EVIDENCE_ROWS))
+        head = next_rows(records, EVIDENCE_ROWS)
         form = detect(head, {})
         if form is None:
             continue

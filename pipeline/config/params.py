@@ -223,8 +223,8 @@ class PackParams(Section):
     """Tokens per packed sequence."""
     long_documents: Literal["drop", "truncate", "split", "error"]
     """What happens to a document longer than `max_length`. `truncate` keeps its beginning, without a stop token; `split`
-    cuts it after answers, as many turns to a piece as fit, and drops a turn that is too long by itself. What is left
-    without a supervised token is dropped."""
+    cuts it before questions, as many turns to a piece as fit, each piece with the system turn and the tools of the row, and
+    drops what is too long by itself. What is left without a supervised token is dropped."""
 
 
 class FullTuning(Section):

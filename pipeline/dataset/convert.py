@@ -13,13 +13,26 @@ A key whose value is null counts as absent, since columnar files give every row 
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NoReturn, cast, get_args
+from typing import Any, Literal, cast, get_args
 
-from pipeline.dataset.conversation import Call, Conversation, Role, Turn, problem
-from pipeline.dataset.record import Record, Reject
+from pipeline.dataset.conversation import Conversation, Role, Turn, problem
+from pipeline.dataset.fields import (
+    Refused,
+    calls_of,
+    content_of,
+    holds_turns,
+    json_calls,
+    list_of,
+    object_of,
+    short,
+    text_of,
+    tools_of,
+    turns_of,
+    weight_of,
+)
+from pipeline.dataset.reading.record import Record, Reject
 
 Form = Literal["alpaca", "prompt_completion", "messages", "sharegpt"]
 
@@ -49,11 +62,6 @@ _SHAREGPT_ROLES: Mapping[str, Role | Literal["call"]] = {
 }
 
 
-class _Refused(Exception):
-    def __init__(self, reason: str, detail: str) -> None:
-        self.reason, self.detail = reason, detail
-
-
 def detect(rows: Iterable[Record], columns: Mapping[str, str]) -> Form | None:
     """The form that most of some rows show by their keys; None where no row shows any."""
     votes = Counter(form for row in rows if (form := _evidence(_renamed(row.value, columns))))
@@ -62,9 +70,9 @@ def detect(rows: Iterable[Record], columns: Mapping[str, str]) -> Form | None:
 
 def _evidence(row: Mapping[str, Any]) -> Form | None:
     """The form of one row; a list of turns says more than single columns, which sets often carry beside it."""
-    if _holds_turns(row.get("messages")):
+    if holds_turns(row.get("messages")):
         return "messages"
-    if _holds_turns(row.get("conversations")):
+    if holds_turns(row.get("conversations")):
         return "sharegpt"
     if "instruction" in row and ("output" in row or "instances" in row):
         return "alpaca"
@@ -117,7 +125,7 @@ class Converter:
                     return Reject(conversation.place, *breach)
                 if not any(turn.supervised for turn in conversation.turns):
                     return Reject(conversation.place, "nothing_supervised", "every answer has weight 0")
-        except _Refused as refused:
+        except Refused as refused:
             return Reject(record.place, refused.reason, refused.detail)
         return found
 
@@ -130,17 +138,17 @@ class Converter:
         if not (type(instruction) is str and type(output) is str and (extra is None or type(extra) is str)):
             for field, value in (("instruction", instruction), ("output", output)):
                 if value is None:
-                    raise _Refused("missing_field", f"'{field}' is missing")
+                    raise Refused("missing_field", f"'{field}' is missing")
             for field, value in (("instruction", instruction), ("output", output), ("input", extra)):
                 if value is not None:
-                    _text(value, field)
+                    text_of(value, field)
         context = get("context")
         if context is not None:
-            if extra and _text(context, "context"):
-                raise _Refused(
+            if extra and text_of(context, "context"):
+                raise Refused(
                     "unsupported_field", "'input' and 'context' both have content; which of the two is meant is not clear"
                 )
-            extra = extra or _text(context, "context")
+            extra = extra or text_of(context, "context")
         turns = self._before(row)
         turns.append(Turn("user", cast("str", instruction), extra or ""))
         turns.append(Turn("assistant", cast("str", output), "", True))
@@ -150,29 +158,27 @@ class Converter:
         """System turn and earlier turns of an alpaca row."""
         turns: list[Turn] = []
         if row.get("system"):
-            turns.append(Turn("system", _text(row["system"], "system")))
+            turns.append(Turn("system", text_of(row["system"], "system")))
         history = row.get("history")
         if history:
-            for number, pair in enumerate(_list(history, "history"), start=1):
+            for number, pair in enumerate(list_of(history, "history"), start=1):
                 if not (isinstance(pair, list) and len(cast("list[Any]", pair)) == 2):
-                    raise _Refused("not_a_list", f"history {number} is no pair of question and answer")
+                    raise Refused("not_a_list", f"history {number} is no pair of question and answer")
                 asked, answered = cast("list[Any]", pair)
-                turns.append(Turn("user", _text(asked, f"history {number} question")))
-                turns.append(Turn("assistant", _text(answered, f"history {number} answer"), "", True))
+                turns.append(Turn("user", text_of(asked, f"history {number} question")))
+                turns.append(Turn("assistant", text_of(answered, f"history {number} answer"), "", True))
         return turns
 
     def _instances(self, row: Mapping[str, Any], place: str) -> list[Conversation]:
         for field in ("input", "context", "output"):
             if row.get(field):
-                raise _Refused(
-                    "unsupported_field", f"'{field}' stands beside 'instances'; which of the two is meant is not clear"
-                )
-        instances = _list(row["instances"], "instances")
+                raise Refused("unsupported_field", f"'{field}' stands beside 'instances'; which of the two is meant is not clear")
+        instances = list_of(row["instances"], "instances")
         if not instances:
-            raise _Refused("no_turns", "'instances' is empty")
+            raise Refused("no_turns", "'instances' is empty")
         found: list[Conversation] = []
         for number, instance in enumerate(instances, start=1):
-            values = _object(instance, f"instance {number}")
+            values = object_of(instance, f"instance {number}")
             self._note_turn(values, ("input", "output"))
             one = {"instruction": row.get("instruction"), "input": values.get("input"), "output": values.get("output")}
             one |= {"system": row.get("system"), "history": row.get("history")}
@@ -183,85 +189,85 @@ class Converter:
         prompt, completion = row.get("prompt"), row.get("completion")
         for field, value in (("prompt", prompt), ("completion", completion)):
             if value is None:
-                raise _Refused("missing_field", f"'{field}' is missing")
-        tools = _tools(row.get("tools"))
+                raise Refused("missing_field", f"'{field}' is missing")
+        tools = tools_of(row.get("tools"))
         if isinstance(prompt, str) and isinstance(completion, str):
             return [Conversation(place, (Turn("user", prompt), Turn("assistant", completion, "", True)), tools)]
         if isinstance(prompt, list) != isinstance(completion, list):
-            raise _Refused("not_text", "'prompt' and 'completion' are neither two texts nor two lists of messages")
+            raise Refused("not_text", "'prompt' and 'completion' are neither two texts nor two lists of messages")
         if not isinstance(prompt, list):
-            _text(prompt, "prompt")
-            _text(completion, "completion")
+            text_of(prompt, "prompt")
+            text_of(completion, "completion")
         asked = self._turns(prompt, "prompt", trained=False)
         answered = self._turns(completion, "completion", trained=True)
         return [Conversation(place, (*asked, *answered), tools)]
 
     def _messages(self, row: Mapping[str, Any], place: str) -> list[Conversation]:
         if row.get("messages") is None:
-            raise _Refused("missing_field", "'messages' is missing")
-        return [Conversation(place, tuple(self._turns(row["messages"], "messages", trained=True)), _tools(row.get("tools")))]
+            raise Refused("missing_field", "'messages' is missing")
+        return [Conversation(place, tuple(self._turns(row["messages"], "messages", trained=True)), tools_of(row.get("tools")))]
 
     def _turns(self, value: Any, field: str, *, trained: bool) -> list[Turn]:
         return [
-            self._turn(_object(m, f"{field} {n}"), f"{field} {n}", trained)
-            for n, m in enumerate(_turn_list(value, field), start=1)
+            self._turn(object_of(m, f"{field} {n}"), f"{field} {n}", trained)
+            for n, m in enumerate(turns_of(value, field), start=1)
         ]
 
     def _turn(self, message: Mapping[str, Any], where: str, trained: bool) -> Turn:
         keys = self._keys
         self._note_turn(message, ())
         role = self._role(message.get(keys["role"]), where, _ROLES)
-        content = _content(message.get(keys["content"]), where)
+        content = content_of(message.get(keys["content"]), where)
         if role == "assistant":
-            calls = _calls(message, where)
+            calls = calls_of(message, where)
             if content is None and not calls:
-                raise _Refused("missing_field", f"{where}: '{keys['content']}' is missing")
+                raise Refused("missing_field", f"{where}: '{keys['content']}' is missing")
             reasoning = message.get("reasoning_content")
-            if reasoning is not None and _text(reasoning, f"{where}: reasoning_content"):
+            if reasoning is not None and text_of(reasoning, f"{where}: reasoning_content"):
                 content = f"<think>\n{reasoning}\n</think>\n\n{content or ''}"
-            return Turn(role, content or "", "", trained and _weight(message.get(keys["weight"]), where), calls)
+            return Turn(role, content or "", "", trained and weight_of(message.get(keys["weight"]), where), calls)
         for field in ("tool_calls", "function_call"):
             if message.get(field):
-                raise _Refused("bad_tool_call", f"{where}: a turn of the {role} calls a tool")
+                raise Refused("bad_tool_call", f"{where}: a turn of the {role} calls a tool")
         if content is None:
-            raise _Refused("missing_field", f"{where}: '{keys['content']}' is missing")
-        if _weight(message.get(keys["weight"]), where) and role != "assistant" and message.get(keys["weight"]) is not None:
-            raise _Refused("bad_weight", f"{where}: a turn of the {role} has a weight, and only answers are trained on")
+            raise Refused("missing_field", f"{where}: '{keys['content']}' is missing")
+        if weight_of(message.get(keys["weight"]), where) and role != "assistant" and message.get(keys["weight"]) is not None:
+            raise Refused("bad_weight", f"{where}: a turn of the {role} has a weight, and only answers are trained on")
         if role != "tool":
             return Turn(role, content)
         named = (message.get(field) for field in ("name", "tool_call_id"))
-        name, call_id = ("" if v is None else _text(v, f"{where}: name or tool_call_id") for v in named)
+        name, call_id = ("" if v is None else text_of(v, f"{where}: name or tool_call_id") for v in named)
         return Turn(role, content, name=name, call_id=call_id)
 
     def _sharegpt(self, row: Mapping[str, Any], place: str) -> list[Conversation]:
         if row.get("conversations") is None:
-            raise _Refused("missing_field", "'conversations' is missing")
+            raise Refused("missing_field", "'conversations' is missing")
         keys, turns = self._keys, list[Turn]()
         if row.get("system"):
-            turns.append(Turn("system", _text(row["system"], "system")))
-        for number, value in enumerate(_turn_list(row["conversations"], "conversations"), start=1):
+            turns.append(Turn("system", text_of(row["system"], "system")))
+        for number, value in enumerate(turns_of(row["conversations"], "conversations"), start=1):
             where = f"conversations {number}"
-            message = _object(value, where)
+            message = object_of(value, where)
             self._note_turn(message, ())
             if "role" in message and "content" in message and keys["from"] not in message:  # a messages row under this name
                 turns.append(self._turn(message, where, True))
                 continue
             role = self._role(message.get(keys["from"]), where, _SHAREGPT_ROLES)
             if message.get(keys["value"]) is None:
-                raise _Refused("missing_field", f"{where}: '{keys['value']}' is missing")
-            text = _text(message[keys["value"]], where)
+                raise Refused("missing_field", f"{where}: '{keys['value']}' is missing")
+            text = text_of(message[keys["value"]], where)
             if role == "call":
-                turns.append(Turn("assistant", "", "", True, _json_calls(text, where)))
+                turns.append(Turn("assistant", "", "", True, json_calls(text, where)))
             else:
                 turns.append(Turn(role, text, "", role == "assistant"))
-        return [Conversation(place, tuple(turns), _tools(row.get("tools")))]
+        return [Conversation(place, tuple(turns), tools_of(row.get("tools")))]
 
     def _role(self, value: Any, where: str, known: Mapping[str, Any]) -> Any:
         if value is None:
-            raise _Refused("missing_field", f"{where}: no role")
+            raise Refused("missing_field", f"{where}: no role")
         role = known.get(value) if isinstance(value, str) else None
         if role is None:
-            raise _Refused("unknown_role", f"{where}: role {_short(value)} is none of {', '.join(known)}")
+            raise Refused("unknown_role", f"{where}: role {short(value)} is none of {', '.join(known)}")
         return role
 
     def _note_turn(self, message: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -277,137 +283,3 @@ def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str,
     taken = set(mine.values())
     kept = {(f"{k} (of the file)" if k in mine else k): v for k, v in row.items() if k not in taken}
     return {**kept, **{ours: row[theirs] for ours, theirs in mine.items() if theirs in row}}
-
-
-def _text(value: Any, field: str) -> str:
-    if not isinstance(value, str):
-        raise _Refused("not_text", f"'{field}' is {type(value).__name__}, not text")
-    return value
-
-
-def _list(value: Any, field: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _Refused("not_a_list", f"'{field}' is {type(value).__name__}, not a list")
-    return cast("list[Any]", value)
-
-
-def _holds_turns(value: Any) -> bool:
-    """A list, or its JSON text, which is all that a CSV file can hold."""
-    return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
-
-
-def _turn_list(value: Any, field: str) -> list[Any]:
-    if isinstance(value, str) and _holds_turns(value):
-        value = _parsed(value, "not_a_list", field)
-    return _list(value, field)
-
-
-def _object(value: Any, field: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise _Refused("not_an_object", f"{field} is {type(value).__name__}, not an object")
-    return cast("dict[str, Any]", value)
-
-
-def _content(value: Any, where: str) -> str | None:
-    """Text of a message: a string, or content parts of type text joined."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise _Refused("not_text", f"{where}: the content is {type(value).__name__}, not text")
-    texts: list[str] = []
-    for part in cast("list[Any]", value):
-        kind = _object(part, f"{where}: a content part").get("type")
-        if kind != "text":
-            raise _Refused("not_text", f"{where}: a content part of type {_short(kind)}; only text can be trained on")
-        texts.append(_text(part.get("text"), f"{where}: text of a content part"))
-    return "".join(texts)
-
-
-def _weight(value: Any, where: str) -> bool:
-    if value is None:
-        return True
-    if isinstance(value, bool) or value not in (0, 1):
-        raise _Refused("bad_weight", f"{where}: weight {_short(value)} is neither 0 nor 1")
-    return value == 1
-
-
-def _calls(message: Mapping[str, Any], where: str) -> tuple[Call, ...]:
-    calls = message.get("tool_calls")
-    legacy = message.get("function_call")
-    if not calls and not legacy:
-        return ()
-    if calls and legacy:
-        raise _Refused("bad_tool_call", f"{where}: both tool_calls and function_call")
-    if legacy:
-        return (_call(legacy, where, ""),)
-    if not isinstance(calls, list):
-        raise _Refused("bad_tool_call", f"{where}: tool_calls is {type(calls).__name__}, not a list")
-    found: list[Call] = []
-    for value in cast("list[Any]", calls):
-        if not isinstance(value, dict):
-            raise _Refused("bad_tool_call", f"{where}: a call is {type(value).__name__}, not an object")
-        call = cast("dict[str, Any]", value)
-        name = call.get("id")
-        found.append(_call(call.get("function", call), where, name if isinstance(name, str) else ""))
-    return tuple(found)
-
-
-def _json_calls(text: str, where: str) -> tuple[Call, ...]:
-    """The call, or the list of calls, that a ShareGPT turn spells in JSON."""
-    value = _parsed(text, "bad_tool_call", where)
-    calls = cast("list[Any]", value) if isinstance(value, list) else [value]
-    if not calls:
-        raise _Refused("bad_tool_call", f"{where}: an empty list of calls")
-    return tuple(_call(call, where, "") for call in calls)
-
-
-def _call(value: Any, where: str, identity: str) -> Call:
-    call = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-    name: Any = call.get("name")
-    arguments: Any = call.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments, "bad_tool_call", f"{where}: arguments") if arguments.strip() else {}
-    if not (isinstance(name, str) and name and isinstance(arguments, dict)):
-        raise _Refused("bad_tool_call", f"{where}: a call needs a name and arguments that are a JSON object")
-    return Call(identity, name, cast("dict[str, Any]", arguments))
-
-
-def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-    if isinstance(value, str):
-        value = _parsed(value, "bad_tools", "tools") if value.strip() else None
-    if not value:
-        return ()
-    if not isinstance(value, list):
-        raise _Refused("bad_tools", f"tools are {type(value).__name__}, not a list")
-    found: list[Mapping[str, Any]] = []
-    for number, tool in enumerate(cast("list[Any]", value), start=1):
-        wrapped = cast("dict[str, Any]", tool) if isinstance(tool, dict) else {}
-        inner: Any = wrapped.get("function", wrapped)
-        if not (isinstance(inner, dict) and isinstance(cast("dict[str, Any]", inner).get("name"), str)):
-            raise _Refused("bad_tools", f"tool {number} has no name")
-        found.append(wrapped if "function" in wrapped else {"type": "function", "function": wrapped})
-    return tuple(found)
-
-
-def _parsed(text: str, reason: str, where: str) -> Any:
-    try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        raise _Refused(reason, f"{where}: not JSON: {error}") from error
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; a key that stands twice would lose one of its values."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key stands twice")
-    return made
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,7 +1,8 @@
 """What a formatted and a packed set say of themselves, and whether they fit what reads them.
 
 Contract: `FormattedFacts` and `PackedFacts` are what `format` and `pack` write into their manifests;
-`read_*` returns them, or DataError for a folder that is missing, unfinished, or made for another tokenizer or template.
+`read_*` returns them, or DataError for a folder that is missing, unfinished, or made for another tokenizer; `read_packed_of` also
+for one made from another formatted set, whether its template or its rows differ.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class FormattedFacts:
-    """Manifest of data/formatted. Rows are in `SPLIT.arrow`: parts (list of text), place, key."""
+    """Manifest of data/formatted. Rows are in `SPLIT.arrow` (`preparing.SCHEMA`). parts_digest: of what the rows say, and not of
+    where they stood, so that a renamed raw file makes no other packed set."""
 
     template: str
     template_digest: str
     stop_token: str
     tokenizer_digest: str
+    parts_digest: str
     train_rows: int
     validation_rows: int
 
@@ -42,6 +45,7 @@ class PackedFacts:
     stop_token: str
     stop_token_id: int
     tokenizer_digest: str
+    parts_digest: str
     max_length: int
     train_sequences: int
     train_tokens: int
@@ -81,6 +85,19 @@ def read_formatted(folder: Path, model: Path) -> FormattedFacts:
 def read_packed(folder: Path, model: Path) -> PackedFacts:
     """Facts of a packed set that was made for the tokenizer of `model`."""
     return _read(folder, model, PackedFacts, "pack")
+
+
+def read_packed_of(folder: Path, formatted: Path, model: Path) -> PackedFacts:
+    """As `read_packed`, of a set that was made from this formatted set: the row numbers in it mean these rows."""
+    found, source = read_packed(folder, model), read_formatted(formatted, model)
+    pairs = {"template": (found.template_digest, source.template_digest), "content": (found.parts_digest, source.parts_digest)}
+    for what, (mine, theirs) in pairs.items():
+        if mine != theirs:
+            raise DataError(
+                f"{folder}: made from another formatted set: its {what} was {mine[:12]}, that of {formatted} is {theirs[:12]}; "
+                "run `dvc repro pack`"
+            )
+    return found
 
 
 Facts = TypeVar("Facts", FormattedFacts, PackedFacts)

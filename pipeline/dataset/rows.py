@@ -2,7 +2,7 @@
 
 Contract: `Rows` reads, converts and renders rows as they come; it rejects them, meets them again, or keeps them on disk until
 all are known. `Verdict` then decides for each: near duplicate or not, within its source's cap or not, held out or trained
-on, free of held-out passages or not, taken as often as its weight says. Memory holds some 100 bytes for each row.
+on, free of held-out passages or not, taken as often as its weight says. Memory holds some 160 bytes for each row.
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ from typing import Any, TextIO
 import numpy as np
 import pyarrow  # pyright: ignore[reportMissingTypeStubs] - ships no types
 
+from pipeline.artifact import canonical, digest_text
 from pipeline.config.errors import DataError
 from pipeline.config.params import FormatParams
+from pipeline.dataset.batches import PartsDigest, read_batches, row_bytes
 from pipeline.dataset.convert import EVIDENCE_ROWS, detect
 from pipeline.dataset.dedup import Passages, Signatures
 from pipeline.dataset.mixture import copies, within_limits
-from pipeline.dataset.preparing import ROWS_PER_CHUNK, SAID, SCHEMA, Chunk, Prepared, Preparer, cores, prepared_chunks
-from pipeline.dataset.read import ENDS_FILE, Record, Reject, file_name, read_rows
+from pipeline.dataset.preparing import ROWS_PER_CHUNK, SAID, SCHEMA, Chunk, Prepared, Preparer, prepared_chunks
+from pipeline.dataset.reading.read import ENDS_FILE, Record, Reject, file_name, read_rows
+from pipeline.dataset.reading.record import next_rows
 from pipeline.progress import progress
 
 pa: Any = pyarrow
+
+COPIED_BYTES = 16 << 20
+"""Text in a batch of rows that are taken several times: a thousand copies of 4 MB would not fit into one."""
 
 PLACES_SHOWN = 3
 """Places named for each of the top reasons when too many rows are rejected."""
@@ -60,15 +66,15 @@ class Rows:
     def rows_in(self) -> int:
         return sum(self.sources.values()) + self.expanded
 
-    def read(self, files: Sequence[tuple[int, Path]], raw: Path, model: Path, preparer: Preparer) -> None:
-        """All rows of all files."""
+    def read(self, files: Sequence[tuple[int, Path]], raw: Path, model: Path, preparer: Preparer, workers: int) -> None:
+        """All rows of all files; what comes of them does not depend on the number of workers."""
         schema = SCHEMA.append(SAID) if self._params.decontaminate else SCHEMA
         with (
             pa.OSFile(str(self.spool), "wb") as sink,
             pa.ipc.new_stream(sink, schema) as stream,
             progress("format", None) as advance,
         ):
-            for made in prepared_chunks(preparer, self._params, model, self._chunks(files, raw), cores()):
+            for made in prepared_chunks(preparer, self._params, model, self._chunks(files, raw), workers):
                 batch = self._take(made)
                 advance(len(made.unit) + len(made.rejects))
                 if batch.num_rows:
@@ -79,12 +85,12 @@ class Rows:
         for source, path in files:
             params, name = self._params.sources[source], file_name(path, raw)
             rows = read_rows(path, raw, self.skipped)
-            head = list(itertools.islice(rows, EVIDENCE_ROWS))
+            head = next_rows(rows, EVIDENCE_ROWS)
             records = (row for row in head if isinstance(row, Record))
             form = detect(records, {**params.columns}) if params.record == "auto" else params.record
             self.forms[name] = form or "unknown"
             whole = itertools.chain(head, rows)
-            while chunk := list(itertools.islice(whole, ROWS_PER_CHUNK)):
+            while chunk := next_rows(whole, ROWS_PER_CHUNK):
                 self.sources[name] += len(chunk)
                 yield Chunk(source, form, chunk)
 
@@ -160,10 +166,16 @@ class Verdict:
         self.written = {split: int((t * self._size).sum()) for split, t in self._times.items()}
         self.repeated = sum(self.written.values()) - int(self._size[alive].sum())
 
-    def write(self, folder: Path) -> None:
-        """The rows on disk to the splits, as often as each is taken."""
+    def write(self, folder: Path) -> str:
+        """The rows on disk to the splits, as often as each is taken. Returns a digest of what the rows of both say."""
+        digests = {split: PartsDigest() for split in self._times}
         with ExitStack() as stack:
             writers: dict[str, Any] = {}
+
+            def write(split: str, batch: Any) -> None:
+                writers[split].write_batch(batch)
+                digests[split].add(batch.column("parts"))
+
             for split in self._times:
                 sink = stack.enter_context(pa.OSFile(str(folder / f"{split}.arrow"), "wb"))
                 writers[split] = stack.enter_context(pa.ipc.new_stream(sink, SCHEMA))
@@ -172,9 +184,12 @@ class Verdict:
                 for split, times in self._times.items():
                     chosen = np.repeat(np.arange(len(units)), times[units])
                     if len(chosen) == len(units) and bool((times[units] == 1).all()):
-                        writers[split].write_batch(columns)
+                        write(split, columns)
                     elif len(chosen):
-                        writers[split].write_batch(columns.take(pa.array(chosen)))
+                        sizes = np.cumsum(row_bytes(batch.column("parts"))[chosen])
+                        for rows in np.split(chosen, np.flatnonzero(np.diff(sizes // COPIED_BYTES)) + 1):
+                            write(split, columns.take(pa.array(rows)))
+        return digest_text(canonical({split: digest.digest() for split, digest in digests.items()}))
 
     def _drop(self, alive: np.ndarray, which: np.ndarray) -> int:
         """Rows of the units that are dropped now."""
@@ -196,10 +211,9 @@ class Verdict:
 
     def _batches(self) -> Iterator[tuple[np.ndarray, Any]]:
         at = 0
-        with pa.memory_map(str(self._spool)) as file, pa.ipc.open_stream(file) as stream:
-            for batch in stream:
-                yield self._unit[at : at + batch.num_rows], batch
-                at += batch.num_rows
+        for batch in read_batches(self._spool):
+            yield self._unit[at : at + batch.num_rows], batch
+            at += batch.num_rows
 
 
 def check_rejects(rows: Rows, limit: float, raw: Path) -> None:

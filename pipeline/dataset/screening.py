@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeline.dataset.conversation import Conversation, Turn, problem
-from pipeline.dataset.record import Reject
+from pipeline.dataset.reading.record import Reject
 
 BREAK = "\u200b"
 """Put after the first character of an escaped special token: a zero-width space, which no tokenizer skips."""

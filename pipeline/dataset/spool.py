@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import mmap
 import os
 import tempfile
 from collections import Counter, deque
@@ -27,7 +26,9 @@ import pyarrow  # pyright: ignore[reportMissingTypeStubs] - ships no types
 
 from pipeline.config.errors import DataError
 from pipeline.config.params import PackParams
+from pipeline.dataset.batches import offsets_in, read_batches, row_bytes
 from pipeline.dataset.engine import Engine
+from pipeline.dataset.fragments import Cuts, fragment
 from pipeline.dataset.masking import PartTokenizer, Tokens, gather, merged, tokenise_batch
 from pipeline.progress import progress
 
@@ -36,7 +37,6 @@ pa: Any = pyarrow
 PIECE_ROWS = 1024
 PIECE_BYTES = 4 << 20
 """What a worker tokenises at once; a row above it is a piece of its own."""
-FORGET_BYTES = 64 << 20
 SAMPLE_BYTES = 1 << 19
 
 Ints = npt.NDArray[np.int64]
@@ -76,11 +76,18 @@ class Spool:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some formatted rows: number of the first, parts, places."""
+    """Some formatted rows: number of the first, parts, places; all columns as they lie in the file."""
 
     first: int
     rows: list[list[str]]
     places: list[str]
+    batch: Any
+
+    def cuts(self, row: int) -> Cuts:
+        """Where one of them may be cut."""
+        columns = (self.batch.column(name)[row].as_py() for name in ("cuts", "head", "gap"))
+        parts, head, gap = columns
+        return Cuts(tuple(parts), head, gap)
 
 
 @dataclass(frozen=True)
@@ -136,11 +143,22 @@ def fit(piece: Piece, source: Path, tokenizer: PartTokenizer, engine: Engine, pa
             f"{params.max_length}; raise it or set pack.long_documents"
         )
     if len(long) and params.long_documents == "split":
-        overhead = len(tokenizer.start) + (tokenizer.prefix is not None)
-        spans = [(int(i), a, b) for i in long for a, b in _fragments(found, int(i), params.max_length, overhead)]
-        counts["documents_split"] = len({i for i, a, _ in spans if a})
-        made = tokenise_batch([piece.rows[i][a:b] for i, a, b in spans], tokenizer, engine.encode, engine.inside)
+        cuts = {int(i): piece.cuts(int(i)) for i in long}
+        heads = tokenise_batch([[piece.rows[i][0][: c.head]] for i, c in cuts.items()], tokenizer, engine.encode, engine.inside)
+        spans = [
+            (i, first, end)
+            for (i, c), repeated in zip(cuts.items(), np.diff(heads.offsets).tolist(), strict=True)
+            for first, end in _spans(found, i, c, params.max_length, repeated)
+        ]
+        counts["documents_split"] = len({i for i, first, _ in spans if first})
+        made = tokenise_batch(
+            [fragment(piece.rows[i], first, end, cuts[i].head, cuts[i].gap) for i, first, end in spans],
+            tokenizer,
+            engine.encode,
+            engine.inside,
+        )
         made_lengths = np.diff(made.offsets)
+        counts["tokens_repeated"] = int(made_lengths.sum() - lengths[long].sum())
         whole = lengths <= params.max_length
         numbers = np.concatenate([numbers[whole], [i for i, _, _ in spans]])
         order = np.argsort(numbers, kind="stable")
@@ -168,13 +186,13 @@ def fit(piece: Piece, source: Path, tokenizer: PartTokenizer, engine: Engine, pa
 def read_pieces(source: Path) -> Iterator[Piece]:
     """The rows of a formatted file, in order, in pieces of bounded size."""
     first = 0
-    for batch in _batches(source):
-        sizes = _row_bytes(batch.column("parts"))
+    for batch in read_batches(source):
+        sizes = row_bytes(batch.column("parts"))
         start = 0
         while start < batch.num_rows:
             fits = int(np.searchsorted(np.cumsum(sizes[start : start + PIECE_ROWS]), PIECE_BYTES, side="right"))
             rows = batch.slice(start, max(1, fits))
-            yield Piece(first + start, _rows(rows.column("parts")), rows.column("place").to_pylist())
+            yield Piece(first + start, _rows(rows.column("parts")), rows.column("place").to_pylist(), rows)
             start += rows.num_rows
         first += batch.num_rows
 
@@ -186,8 +204,8 @@ def sample_rows(source: Path) -> list[list[str]]:
     """
     longest: list[tuple[int, int]] = []
     rows = size = 0
-    for batch in _batches(source):
-        sizes = _row_bytes(batch.column("parts"))
+    for batch in read_batches(source):
+        sizes = row_bytes(batch.column("parts"))
         size += int(sizes.sum())
         sizes[sizes > SAMPLE_BYTES // 16] = 0
         top = np.argsort(sizes)[-4:]
@@ -199,16 +217,11 @@ def sample_rows(source: Path) -> list[list[str]]:
     chosen = np.array(sorted(wanted | {row for _, row in longest}), np.int64)
     found: list[list[str]] = []
     first = 0
-    for batch in _batches(source):
+    for batch in read_batches(source):
         for row in chosen[(chosen >= first) & (chosen < first + batch.num_rows)].tolist():
             found += _rows(batch.column("parts").slice(row - first, 1))
         first += batch.num_rows
     return found
-
-
-def cores() -> int:
-    """Cores this process may use, which `taskset` and a batch system can restrict; the most workers that help."""
-    return len(os.sched_getaffinity(0))
 
 
 def in_order(function: Callable[[In], Out], items: Iterable[In], workers: int) -> Iterator[Out]:
@@ -237,52 +250,26 @@ def _write(file: FileIO, values: npt.NDArray[np.int32]) -> None:
         left = left[file.write(left) :]
 
 
-def _fragments(found: Tokens, document: int, limit: int, overhead: int) -> list[tuple[int, int]]:
-    """Spans of parts of a long document: as many turns (context, answer) in each as fit, cut after an answer.
+def _spans(found: Tokens, document: int, cuts: Cuts, limit: int, repeated: int) -> list[tuple[int, int]]:
+    """Which parts of a long document each fragment holds: as many of the pieces between cuts as fit.
 
-    A turn that is too long by itself is a span of its own, which is then dropped. overhead: tokens that a text may get in
-    front when it is tokenised by itself.
+    A piece that is too long by itself is a fragment of its own, which is then dropped. repeated: tokens of the head that a later
+    fragment begins with; those of the gap, in the place of which it stands, are counted too, so a few tokens stay free.
     """
     lengths = found.part_lengths[found.part_offsets[document] : found.part_offsets[document + 1]].tolist()
     spans: list[tuple[int, int]] = []
     begin, size = 0, 0
-    for part in range(0, len(lengths), 2):
-        turn = sum(lengths[part : part + 2])
-        if part > begin and size + turn > limit:
-            spans.append((begin, part))
-            begin, size = part, overhead
-        size += turn
+    for first, end in pairwise([0, *cuts.parts, len(lengths)]):
+        piece = sum(lengths[first:end])
+        if first > begin and size + piece > limit:
+            spans.append((begin, first))
+            begin, size = first, repeated
+        size += piece
     return [*spans, (begin, len(lengths))]
 
 
-def _batches(source: Path) -> Iterator[Any]:
-    """Record batches of an Arrow stream file, mapped; pages behind are given back, so that the file does not pile up."""
-    with source.open("rb") as file:
-        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # closed with the last batch that looks into it
-    read = 0
-    for batch in pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(pages))):
-        yield batch
-        read += batch.nbytes
-        if read >= FORGET_BYTES:
-            pages.madvise(mmap.MADV_DONTNEED)
-            read = 0
-
-
-def _row_bytes(parts: Any) -> Ints:
-    """(rows,) bytes of text of each row."""
-    texts = parts.values
-    return np.diff(_offsets(texts).astype(np.int64)[_offsets(parts)])
-
-
 def _rows(parts: Any) -> list[list[str]]:
-    borders = _offsets(parts)
+    borders = offsets_in(parts)
     texts = parts.values.slice(int(borders[0]), int(borders[-1] - borders[0])).to_pylist()
     starts = (borders - borders[0]).tolist()
     return [texts[a:b] for a, b in pairwise(starts)]
-
-
-def _offsets(array: Any) -> npt.NDArray[np.int32]:
-    """(n + 1,) offsets of a list or text array, read off its buffer: pyarrow's own conversion imports pandas, 0.3 s."""
-    if not len(array):
-        return np.zeros(1, np.int32)
-    return np.frombuffer(array.buffers()[1], np.int32)[array.offset : array.offset + len(array) + 1]

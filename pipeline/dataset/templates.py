@@ -5,12 +5,7 @@ Contract: a rendered conversation is a tuple of parts, context and supervised in
 text the model reads. The text before an answer is what the template gives the model when it is to answer there; where
 it is not, because the template writes earlier turns anew once they are past, the conversation is refused, or made one
 row for each answer. Each answer is followed by one stop token, read off the template, and nothing follows the last.
-A template that leaves out a turn, a call or the tools refuses the row too. Templates run in a sandbox and see no clock:
-a template that prints the date takes the fixed one of its own `else` branch.
-
-A template gets `messages` (role, content; tool_calls of an assistant turn; name and tool_call_id of a tool turn),
-`tools`, `add_generation_prompt` and the tokenizer's `bos_token`, `eos_token`, ... The named and own ones find in a user
-turn also `instruction` and `input`, which `content` shows as one text.
+A template that leaves out a turn, a call or the tools refuses the row too. `rendering.py` says what a template gets.
 """
 
 from __future__ import annotations
@@ -19,26 +14,21 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from jinja2 import Template as Compiled
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from pipeline.artifact import digest_text, read_json
 from pipeline.config.errors import DataError, ModelError
 from pipeline.dataset.conversation import Call, Conversation, Turn
-from pipeline.dataset.frames import Frame, Noted, Notes, allows_frames, frame_of, look, marked
+from pipeline.dataset.cutting import Cutter
+from pipeline.dataset.fragments import NOWHERE, Cuts
+from pipeline.dataset.frames import Frame, Noted, Notes, frame_of, marked
+from pipeline.dataset.rendering import NAMED, Renderer, special_token_map, special_tokens
 
 Parts = tuple[str, ...]
 Supervise = Literal["every_turn", "last_turn", "all_text"]
 Reasoning = Literal["keep", "strip", "split"]
 
-_NAMED = Path(__file__).parent / "templates"
+_FOLDER = Path(__file__).parent / "templates"
 _PROBE = Conversation("probe", (Turn("user", "a question"), Turn("assistant", "an answer", "", True)))
-_OTHER = "use 'alpaca_en' or 'alpaca_zh'"
 _THOUGHT_OPENED = re.compile(r"<think>\s*")
 
 _CHECKED_ROWS = 4
@@ -66,40 +56,26 @@ class Template:
         supervise: Supervise,
         reasoning: Reasoning,
     ) -> None:
-        self.name, self.digest = name, digest_text(source)
-        self._other = _OTHER if name == "chat" else "use 'chat', or leave these rows out"
+        self._renderer = Renderer(name, source, model)
+        self.name, self.digest, self._other = name, self._renderer.digest, self._renderer.other
         self._supervise, self._split = supervise, reasoning == "split"
-        self._special = _special_token_map(model)
-        environment = _environment()
-        try:
-            self._framed = allows_frames(environment.parse(source))
-            self._compiled: Compiled = environment.from_string(source)
-        except TemplateError as error:
-            raise ModelError(f"template '{name}': not valid Jinja: {_line(error)}; {self._other}") from error
         self.frames: dict[tuple[object, ...], Frame | None] = {}
         self._unchecked: dict[tuple[object, ...], int] = {}
-        whole, prompt = (self._text(_PROBE, count, str) for count in (2, 1))
+        whole, prompt = (self._renderer.text(_PROBE, count) for count in (2, 1))
         if not whole.startswith(prompt):
-            raise Rewritten(self._said(_PROBE, "writes another prompt with an answer than without", self._other))
+            raise Rewritten(self._renderer.said(_PROBE, "writes another prompt with an answer than without", self._other))
         self._opening, found, closing = whole[len(prompt) :].rpartition(_PROBE.turns[1].content)
         if not found:
-            raise DataError(self._said(_PROBE, "changes the answer", self._other))
+            raise DataError(self._renderer.said(_PROBE, "changes the answer", self._other))
         self.stop_token = _stop_token(name, closing, special_tokens(model))
         self._gap = closing[: len(closing) - len(closing.lstrip())]
         self._left_out = self._not_printed()
+        self._cutter = Cutter(self._renderer, self.stop_token, self._parts)
 
     def rows(self, conversation: Conversation) -> list[Parts]:
         """The parts of a conversation: one row, or one for each answer where the policy splits what cannot be one.
         DataError for a conversation that the template refuses or changes."""
-        turns = conversation.turns
-        answers = [1] if len(turns) == 2 else [number for number, turn in enumerate(turns) if turn.supervised]
-        if self._supervise == "last_turn":
-            last = max(number for number, turn in enumerate(turns) if turn.role == "assistant")
-            answers = [last] if last in answers else []
-            if not answers:
-                raise DataError(f"{conversation.place}: the last answer has weight 0, and format.supervise is last_turn")
-        elif self._supervise == "all_text":
-            answers = answers[-1:]
+        answers = self._answers(conversation)
         try:
             rows = [self._parts(conversation, answers)]
         except Rewritten:
@@ -109,10 +85,27 @@ class Template:
             rows = [self._parts(one, [len(one.turns) - 1]) for one in until]
         return [("", "".join(row)) for row in rows] if self._supervise == "all_text" else rows
 
+    def cuts(self, conversation: Conversation, parts: Parts) -> Cuts:
+        """Where a row of `rows` may be cut, should it be too long."""
+        return self._cutter.cuts(conversation, self._answers(conversation), parts) if len(parts) > 2 else NOWHERE
+
+    def _answers(self, conversation: Conversation) -> list[int]:
+        """Which turns are trained on. DataError where the policy leaves none."""
+        turns = conversation.turns
+        answers = [1] if len(turns) == 2 else [number for number, turn in enumerate(turns) if turn.supervised]
+        if self._supervise == "last_turn":
+            last = max(number for number, turn in enumerate(turns) if turn.role == "assistant")
+            answers = [last] if last in answers else []
+            if not answers:
+                raise DataError(f"{conversation.place}: the last answer has weight 0, and format.supervise is last_turn")
+        elif self._supervise == "all_text":
+            answers = answers[-1:]
+        return answers
+
     def _parts(self, conversation: Conversation, answers: Sequence[int]) -> Parts:
         """Parts from the frame of this sequence of roles, or rendered in full."""
         turns = conversation.turns
-        if not self._framed or conversation.tools:
+        if not self._renderer.framed or conversation.tools:
             return self._full(conversation, answers, str)
         contents: list[str] = []
         for turn in turns:
@@ -175,15 +168,15 @@ class Template:
 
     def _full(self, conversation: Conversation, answers: Sequence[int], wrap: Callable[[str], str]) -> Parts:
         turns, stop = conversation.turns, self.stop_token
-        whole = self._text(conversation, len(turns), wrap)
+        whole = self._renderer.text(conversation, len(turns), wrap)
         self._check_complete(conversation, whole)
         parts: list[str] = []
         at = 0
         for number in answers:
-            prompt = self._text(conversation, number, wrap, prompt=True)
+            prompt = self._renderer.text(conversation, number, wrap, prompt=True)
             if not whole.startswith(prompt):
                 raise Rewritten(
-                    self._said(
+                    self._renderer.said(
                         conversation,
                         "writes another prompt with an answer than without",
                         f"set format.reasoning to split, or {self._other}",
@@ -203,12 +196,12 @@ class Template:
         turn = conversation.turns[number]
         stop = whole.find(self.stop_token, start)
         if stop < 0:
-            raise DataError(self._said(conversation, f"ends turn {number + 1} with no {self.stop_token}", self._other))
+            raise DataError(self._renderer.said(conversation, f"ends turn {number + 1} with no {self.stop_token}", self._other))
         end = stop + len(self.stop_token)
         if turn.calls:
             said = whole[start:stop].removeprefix(self._opening)
             if not (all(call.name in said for call in turn.calls) and turn.content.strip() in said):
-                raise DataError(self._said(conversation, f"leaves out the call of turn {number + 1}", self._other))
+                raise DataError(self._renderer.said(conversation, f"leaves out the call of turn {number + 1}", self._other))
             return stop - len(said), said, end
         for answer in (turn.content, turn.content.strip()):  # some templates strip
             begin = stop - len(self._gap) - len(answer)
@@ -220,7 +213,7 @@ class Template:
                 return start, whole[start : stop - len(self._gap)], end
         last = number == len(conversation.turns) - 1
         raise (DataError if last else Rewritten)(
-            self._said(
+            self._renderer.said(
                 conversation, "changes the answer", self._other if last else f"set format.reasoning to split, or {self._other}"
             )
         )
@@ -241,7 +234,7 @@ class Template:
         found: set[str] = set()
         for what, (number, trial) in trials.items():
             try:
-                text = self._text(trial, len(trial.turns), str)
+                text = self._renderer.text(trial, len(trial.turns), str)
             except DataError:  # so will a row, with its own words
                 continue
             if marked(number)[1:-1] not in _marks(text):
@@ -258,51 +251,15 @@ class Template:
         }
         for what in self._left_out:
             if has[what]:
-                raise DataError(self._said(conversation, f"leaves out {what}", _OTHER_DATA))
+                raise DataError(self._renderer.said(conversation, f"leaves out {what}", _OTHER_DATA))
         for number, turn in enumerate(conversation.turns, start=1):
             if turn.role != "assistant":
                 for text in (turn.content.strip(), turn.input.strip()):
                     if text not in whole and json.dumps(text, ensure_ascii=False)[1:-1] not in whole:
-                        raise DataError(self._said(conversation, f"leaves out turn {number} ({turn.role})", _OTHER_DATA))
+                        raise DataError(self._renderer.said(conversation, f"leaves out turn {number} ({turn.role})", _OTHER_DATA))
         for tool in conversation.tools:
             if tool["function"]["name"] not in whole:
-                raise DataError(self._said(conversation, "leaves out the tools", _OTHER_DATA))
-
-    def _text(self, conversation: Conversation, count: int, wrap: Callable[[str], str], *, prompt: bool | None = None) -> str:
-        """The first `count` turns rendered, with the beginning of an answer if they do not end in one."""
-        messages = [self._message(turn, wrap) for turn in conversation.turns[:count]]
-        ask = prompt if prompt is not None else conversation.turns[count - 1].role != "assistant"
-        try:
-            return self._compiled.render(
-                messages=messages,
-                tools=list(conversation.tools) or None,
-                documents=None,
-                add_generation_prompt=ask,
-                **self._special,
-            )
-        except Exception as error:  # an expression in a template raises what Python raises
-            raise DataError(self._said(conversation, f"fails: {_line(error)}", self._other)) from error
-
-    def _message(self, turn: Turn, wrap: Callable[[str], str]) -> dict[str, Any]:
-        """A turn as templates know it; keys without a value are left out, which some templates would print as None."""
-        message: dict[str, Any] = {"role": turn.role, "content": wrap(turn.text)}
-        if turn.role == "user" and self.name != "chat":
-            message |= {"instruction": wrap(turn.content), "input": wrap(turn.input) if turn.input else ""}
-        if turn.calls:
-            message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                | ({"id": call.id} if call.id else {})
-                for call in turn.calls
-            ]
-        if turn.name:
-            message["name"] = turn.name
-        if turn.call_id:
-            message["tool_call_id"] = turn.call_id
-        return message
-
-    def _said(self, conversation: Conversation, what: str, way_out: str) -> str:
-        kind = "the chat template" if self.name == "chat" else f"template '{self.name}'"
-        return f"{conversation.place}: {kind} {what}; {way_out}"
+                raise DataError(self._renderer.said(conversation, "leaves out the tools", _OTHER_DATA))
 
 
 _OTHER_DATA = "take another template, or map the rows to a form without it"
@@ -312,25 +269,19 @@ def load_template(
     name: str, own: str | None, model: Path, *, supervise: Supervise = "every_turn", reasoning: Reasoning = "keep"
 ) -> Template:
     """The template `name` for the tokenizer in `model`; ModelError where the two do not fit."""
-    special = _special_token_map(model)
+    special = special_token_map(model)
     if name == "chat":
         path = model / "chat_template.jinja"
         if not path.is_file():
-            raise ModelError(f"template 'chat': the base model has no chat template; {_OTHER}, or another base")
+            raise ModelError(f"template 'chat': the base model has no chat template; {NAMED}, or another base")
         source = path.read_text(encoding="utf-8")
     else:
-        source = own if own is not None else (_NAMED / f"{name}.jinja").read_text(encoding="utf-8")
+        source = own if own is not None else (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
         if own is None and "eos_token" not in special:
             raise ModelError(
                 f"template '{name}': the base model's tokenizer names no eos token, which ends an answer; use 'chat'"
             )
     return Template(name, source, model, supervise=supervise, reasoning=reasoning)
-
-
-def special_tokens(model: Path) -> tuple[str, ...]:
-    """Texts that the tokenizer in `model` reads as one control token each."""
-    added = read_json(model / "tokenizer.json", "the base model's tokenizer")["added_tokens"]
-    return tuple(sorted(token["content"] for token in added if token["special"]))
 
 
 def _as_one(part: str, pairs: Mapping[str, str]) -> str:
@@ -349,57 +300,12 @@ def _marks(text: str) -> set[str]:
     return set(re.findall("\ue000(.*?)\ue001", text))
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def _stop_token(name: str, after: str, candidates: tuple[str, ...]) -> str:
     """The special token with which a template ends an answer."""
     found = [token for token in candidates if after.lstrip().startswith(token)]
     if not found:
         raise ModelError(
             f"template '{name}': an answer is followed by {after[:20]!r}, which begins with no special token, so the model "
-            f"could not learn to stop; {_OTHER}"
+            f"could not learn to stop; {NAMED}"
         )
     return max(found, key=len)
-
-
-def _special_token_map(model: Path) -> dict[str, str]:
-    config: Mapping[str, Any] = read_json(model / "tokenizer_config.json", "the base model's tokenizer configuration")
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    values = {name: config.get(name) for name in names}
-    return {name: v["content"] if isinstance(v, dict) else v for name, v in values.items() if v}
-
-
-class _Generation(Extension):
-    """`{% generation %}`: a marker some templates carry around answers; here it only renders its body."""
-
-    tags: ClassVar[set[str]] = {"generation"}  # pyright: ignore[reportIncompatibleVariableOverride] - a class variable there too
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The dialect of Hugging Face chat templates: trimmed blocks, loop controls, `raise_exception`, UTF-8 `tojson`."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        look(value)
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment.globals["raise_exception"] = raise_exception  # pyright: ignore[reportUnknownMemberType] - a bare dict in jinja2
-    environment.filters["tojson"] = tojson  # pyright: ignore[reportUnknownMemberType] - a bare dict in jinja2
-    return environment

@@ -1,13 +1,13 @@
 """Held-out loss and greedy answers of one model folder.
 
-Contract: prompts are the parts the format stage rendered, tokenised as they were for training; decoding is greedy in
-fp32 on CPU or in bf16 on a GPU. An answer has stopped when the model wrote the stop token within the limit. Memory is
-bounded by `batch`.
+Contract: prompts are the parts the format stage rendered, tokenised as they were for training, and documents are those of
+the packed set. Decoding is greedy, in fp32 on CPU or in bf16 on a GPU. An answer has stopped when the model wrote the stop
+token within the limit. Memory is bounded by `batch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.config.errors import ModelError
-from pipeline.dataset.masking import IGNORED, PartTokenizer, tokenise
+from pipeline.dataset.masking import IGNORED, Document, PartTokenizer, tokenise
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def answers(
     return [found[i] for i in range(len(ids))]
 
 
-def loss(model: Any, rows: Sequence[Sequence[str]], tokenizer: PartTokenizer) -> float:
-    """Mean negative log-likelihood per supervised token (nats) of rows of parts, each by itself."""
+def loss(model: Any, documents: Iterable[Document]) -> float:
+    """Mean negative log-likelihood per supervised token (nats) of documents, each by itself."""
     total, count = 0.0, 0
-    for document in tokenise(rows, tokenizer):
+    for document in documents:
         ids = torch.tensor([document.input_ids], device=model.device)
         labels = torch.tensor(document.labels[1:], device=model.device)
         with torch.no_grad():

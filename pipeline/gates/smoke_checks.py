@@ -46,9 +46,10 @@ def mask_checks(
         start = 0
         for length, number, first in zip(row["seq_lengths"], row["documents"], row["first_parts"], strict=True):
             ids, labels = (row[name][start : start + length] for name in ("input_ids", "labels"))
-            text = parts[number].as_py()[first:]
+            whole = parts[number].as_py()
+            text = whole[first:]
             supervised = [label for label in labels if label != IGNORED]
-            cut = len(tokenizer.tokenizer.encode("".join(text), add_special_tokens=False).ids) > length
+            cut = len(tokenizer.tokenizer.encode("".join(whole), add_special_tokens=False).ids) > length
             documents += 1
             in_place = all(label in (IGNORED, token) for label, token in zip(labels, ids, strict=True))
             wrong += not (in_place and _same_text(tokenizer, supervised, "".join(text[1::2]), prefix=cut))

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from pipeline.artifact import write_json
+from pipeline.dataset.fragments import fragment
 from pipeline.dataset.masking import IGNORED, load_tokenizer, tokenise, truncated
 from pipeline.training.batching import DataOrder
 from pipeline.training.sft import Session, close, guarded, prepare, train
@@ -88,7 +89,10 @@ def reference(session: Session, adapters: dict[str, torch.Tensor], formatted: Pa
     rows, first_parts, lengths = (
         [value for sequence in sequences for value in sequence[name]] for name in ("documents", "first_parts", "seq_lengths")
     )
-    texts = [parts[first:] for parts, first in zip(_parts(formatted, rows), first_parts, strict=True)]
+    texts = [
+        fragment(row["parts"], first, len(row["parts"]), row["head"], row["gap"])
+        for row, first in zip(_rows(formatted, rows), first_parts, strict=True)
+    ]
     tokenised = tokenise(texts, load_tokenizer(Path(spec.model)))
     documents = [truncated(document, length) for document, length in zip(tokenised, lengths, strict=True)]
     supervised = sum(d.supervised for d in documents)
@@ -121,9 +125,9 @@ def _trainable(model: Any) -> Iterable[tuple[str, torch.nn.Parameter]]:
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
 
 
-def _parts(formatted: Path, rows: list[int]) -> list[list[str]]:
+def _rows(formatted: Path, rows: list[int]) -> list[dict[str, Any]]:
     with pa.memory_map(str(formatted / "train.arrow")) as file:
-        return pa.ipc.open_stream(file).read_all().column("parts").take(pa.array(rows)).to_pylist()
+        return pa.ipc.open_stream(file).read_all().select(["parts", "head", "gap"]).take(pa.array(rows)).to_pylist()
 
 
 def _adapters(session: Session) -> dict[str, torch.Tensor]:

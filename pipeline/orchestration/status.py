@@ -147,7 +147,8 @@ def _results(nodes: tuple[dag.StageNode, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _rows(metrics: Mapping[str, Any]) -> str:
-    names = {"rows_in": "in", "rows_kept": "kept", "rows_rejected": "rejected", "rows_duplicate": "duplicate"}
+    words = {"in": "in", "kept": "kept", "rejected": "rejected", "duplicate": "duplicate", "left_out": "left out"}
+    names = {f"rows_{key}": word for key, word in words.items()}
     told = [f"{metrics[key]:,} {word}" for key, word in names.items() if key in metrics]
     return f"rows {', '.join(told)}" if told else ""
 

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,15 +28,18 @@ from typing import Any
 from pipeline.artifact import read_json
 from pipeline.config.errors import ConfigError, DataError, ModelError, RunFailed
 from pipeline.config.schema import load_params
+from pipeline.environment import cores
 from pipeline.fingerprint import ROOT
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 STAGES = ("format", "pack")
+SAMPLE_SECONDS = 0.5
+"""How often memory is looked at; a look takes 2 ms for a process of a gigabyte."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One command: seconds of wall clock, tokens it reports per second, largest resident memory of its process."""
+    """One command: seconds of wall clock, tokens it reports per second, largest memory of all its processes together."""
 
     what: str
     seconds: float
@@ -94,7 +98,7 @@ def bench_data(rows: int, inputs: Sequence[Path], model: Path, max_length: int, 
         fill=packed["fill"],
         max_length=max_length,
         engine=packed["engine"],
-        cores=len(os.sched_getaffinity(0)),
+        cores=cores(),
         timings=tuple(timings),
         ratio=round(timings[3].seconds / both, 2) if reference else None,
     )
@@ -182,14 +186,38 @@ def _timed(command: Sequence[str], folder: Path) -> tuple[float, float, str]:
         process = subprocess.Popen(
             command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(ROOT)}
         )
+        samples, ended = [0], threading.Event()
+        watch = threading.Thread(target=_watch, args=(process.pid, samples, ended))
+        watch.start()
         _, status, usage = os.wait4(process.pid, 0)  # unlike RUSAGE_CHILDREN, of this child alone
         seconds = time.perf_counter() - start
+        ended.set()
+        watch.join()
         process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
         said = output.read().strip()
     if process.returncode:
         raise RunFailed(f"{shlex.join(command)}: ended with {process.returncode}: {(said.splitlines() or ['no output'])[-1]}")
-    return seconds, usage.ru_maxrss / 2**20, said
+    return seconds, max(usage.ru_maxrss, *samples) / 2**20, said
+
+
+def _watch(pid: int, samples: list[int], ended: threading.Event) -> None:
+    while not ended.wait(SAMPLE_SECONDS):
+        samples.append(_memory(pid))
+
+
+def _memory(pid: int) -> int:
+    """KiB of a process and all that it started, a page that several share counted once (proportional set size)."""
+    found, waiting = 0, [pid]
+    while waiting:
+        folder = Path(f"/proc/{waiting.pop()}")
+        try:
+            lines = (folder / "smaps_rollup").read_text(encoding="ascii").splitlines()
+            waiting += (int(child) for task in folder.glob("task/*/children") for child in task.read_text().split())
+        except OSError:  # it has ended, or there is no procfs
+            continue
+        found += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+    return found
 
 
 def _reference(command: str) -> Timing:

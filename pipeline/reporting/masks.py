@@ -26,7 +26,7 @@ from ruamel.yaml import YAML
 from tokenizers import Tokenizer
 
 from pipeline.config.errors import ConfigError, DataError
-from pipeline.dataset.manifest import PackedFacts, packed_files, read_packed
+from pipeline.dataset.manifest import PackedFacts, packed_files, read_packed_of
 from pipeline.dataset.masking import IGNORED, load_tokenizer
 
 BARS = 10
@@ -102,7 +102,7 @@ def paths_of(pipeline: Path) -> Paths:
 
 def read(paths: Paths, split: str, samples: int) -> Report:
     """Count a whole split and decode some of it."""
-    facts = read_packed(paths.packed, paths.model)
+    facts = read_packed_of(paths.packed, paths.formatted, paths.model)
     tokenizer = load_tokenizer(paths.model).tokenizer
     places = _places(paths.formatted / f"{split}.arrow")
     shares: list[np.ndarray] = []

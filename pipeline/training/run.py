@@ -10,7 +10,6 @@ the result, stays.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pipeline.artifact import read_json
 from pipeline.config.errors import LaunchError, Resumable, RunFailed
 from pipeline.config.params import TrainParams
 from pipeline.config.profile import Profile
+from pipeline.environment import cores
 from pipeline.launch.local import gpus_found, launch
 from pipeline.launch.process import asked_to_stop
 from pipeline.training import checkpoint as checkpoints
@@ -64,7 +64,7 @@ def plan(params: TrainParams, profile: Profile) -> Plan:
         )
     threads = profile.threads_per_rank
     if threads == "auto":
-        threads = max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
+        threads = max(1, cores() // ranks)
     return Plan(cuda, ranks, threads, accumulation_for(params.global_batch, profile.micro_batch, ranks // shared))
 
 

@@ -14,7 +14,7 @@ import pytest
 from pipeline.config.params import Column
 from pipeline.dataset.conversation import Call, Conversation, Turn
 from pipeline.dataset.convert import FIELDS, Converter, Form, detect
-from pipeline.dataset.record import Record, Reject
+from pipeline.dataset.reading.record import Record, Reject
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,7 @@ error that does not say which stage to run.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from pipeline.dataset.manifest import (
     packed_files,
     read_formatted,
     read_packed,
+    read_packed_of,
     shard_name,
     tokenizer_digest,
 )
@@ -36,11 +37,11 @@ def model(tmp_path: Path) -> Path:
 
 
 def _formatted(digest: str) -> FormattedFacts:
-    return FormattedFacts("chat", "d" * 64, "<|end|>", digest, 9, 1)
+    return FormattedFacts("chat", "d" * 64, "<|end|>", digest, "e" * 64, 9, 1)
 
 
 def _packed(digest: str) -> PackedFacts:
-    return PackedFacts("chat", "d" * 64, "<|end|>", 4, digest, 128, 5, 600, 0.9375, 1, 0, 0, 0)
+    return PackedFacts("chat", "d" * 64, "<|end|>", 4, digest, "e" * 64, 128, 5, 600, 0.9375, 1, 0, 0, 0)
 
 
 def _published(folder: Path, facts: FormattedFacts | PackedFacts) -> Path:
@@ -79,6 +80,20 @@ def test_another_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
         read_formatted(formatted, model)
     with pytest.raises(DataError, match=f"made for tokenizer {digest[:12]}, but .* run `dvc repro pack`"):
         read_packed(packed, model)
+
+
+@pytest.mark.parametrize(("field", "what"), [("template_digest", "template"), ("parts_digest", "content")])
+def test_a_packed_set_of_another_formatted_set_is_refused(field: str, what: str, model: Path, tmp_path: Path) -> None:
+    digest = tokenizer_digest(model)
+    formatted = _published(tmp_path / "formatted", _formatted(digest))
+    packed = _published(tmp_path / "packed", _packed(digest))
+    assert read_packed_of(packed, formatted, model) == _packed(digest)
+    _published(formatted, replace(_formatted(digest), **{field: "0" * 64}))
+    was = getattr(_packed(digest), field)[:12]
+    with pytest.raises(
+        DataError, match=f"packed: made from another formatted set: its {what} was {was}, .* is 000000000000; run"
+    ):
+        read_packed_of(packed, formatted, model)
 
 
 def test_missing_folder(model: Path, tmp_path: Path) -> None:

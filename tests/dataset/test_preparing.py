@@ -15,7 +15,7 @@ import pytest
 from pipeline.config.schema import load_params
 from pipeline.dataset import preparing
 from pipeline.dataset.preparing import Chunk, Prepared, Preparer, prepared_chunks
-from pipeline.dataset.record import Record, Reject
+from pipeline.dataset.reading.record import Record, Reject
 from tests.workspace import ROOT, rows
 
 pytestmark = pytest.mark.unit

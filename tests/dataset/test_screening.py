@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.dataset.conversation import Call, Conversation, Turn
-from pipeline.dataset.record import Reject
+from pipeline.dataset.reading.record import Reject
 from pipeline.dataset.screening import BREAK, Screen, Screened
 
 pytestmark = pytest.mark.unit

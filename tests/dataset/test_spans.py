@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from pipeline.config.errors import DataError
 from pipeline.dataset.conversation import Call, Conversation, Turn
 from pipeline.dataset.convert import Converter, Form, detect
-from pipeline.dataset.record import Record
+from pipeline.dataset.reading.record import Record
 from pipeline.dataset.templates import Template, load_template
 from tests.dataset.test_templates import CHATML, DATED, SPACED, THINKING, save
 

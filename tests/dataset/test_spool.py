@@ -22,11 +22,14 @@ import pytest
 from pipeline.artifact import digest_folder
 from pipeline.config.errors import DataError
 from pipeline.config.params import PackParams
+from pipeline.dataset import batches
 from pipeline.dataset import spool as spooling
 from pipeline.dataset.engine import Engine, choose_engine
+from pipeline.dataset.fragments import Cuts, fragment
 from pipeline.dataset.manifest import packed_files
 from pipeline.dataset.masking import IGNORED, PartTokenizer, load_tokenizer, tokenise
 from pipeline.dataset.packing import best_fit_decreasing, write_packed
+from pipeline.dataset.preparing import SCHEMA
 from pipeline.dataset.spool import fill_spool, in_order, read_pieces, sample_rows
 from tests.workspace import rows
 
@@ -34,11 +37,11 @@ pytestmark = pytest.mark.unit
 
 pa: Any = pyarrow
 STOP = "<|end|>"
-SCHEMA = pa.schema({"parts": pa.list_(pa.string()), "place": pa.string(), "key": pa.string()})
+USER = "<|user|>"
 
 
 def _turn(question: str, answer: str) -> tuple[str, str]:
-    return f"<|user|>{question}{STOP}<|assistant|>", answer + STOP
+    return f"{USER}{question}{STOP}<|assistant|>", answer + STOP
 
 
 def _chats(count: int) -> list[list[str]]:
@@ -69,10 +72,19 @@ def _formatted(path: Path, chats: Sequence[Sequence[str]], rows_per_batch: int =
         for start in range(0, len(chats), rows_per_batch):
             batch = chats[start : start + rows_per_batch]
             places = [f"rows.jsonl:{start + i + 1}" for i in range(len(batch))]
-            writer.write_batch(
-                pa.record_batch([pa.array(batch, SCHEMA.field(0).type), pa.array(places), pa.array(places)], schema=SCHEMA)
-            )
+            cuts = [_cuts(parts) for parts in batch]
+            columns = (batch, places, places, [c.parts for c in cuts], [c.head for c in cuts], [c.gap for c in cuts])
+            arrays = [pa.array(values, field.type) for values, field in zip(columns, SCHEMA, strict=True)]
+            writer.write_batch(pa.record_batch(arrays, schema=SCHEMA))
     return path
+
+
+def _cuts(parts: Sequence[str]) -> Cuts:
+    """Before each question but the first; what stands before the first one is repeated."""
+    head = parts[0].find(USER) + len(USER) if parts and USER in parts[0] else 0
+    return Cuts(
+        tuple(n for n in range(2, len(parts), 2) if parts[n].startswith(USER) == bool(head)), head, len(USER) if head else 0
+    )
 
 
 class Packer:
@@ -160,13 +172,13 @@ def test_split_cuts_after_answers_and_loses_nothing_that_fits(pack: Packer, toke
     for row, first, ids, labels in found:
         by_row.setdefault(row, []).append(first)
         assert first % 2 == 0
-        (fragment,) = (
+        (due,) = (
             d
             for end in range(first + 2, len(chats[row]) + 1, 2)
-            for d in tokenise([chats[row][first:end]], tokenizer)
+            for d in tokenise([fragment(chats[row], first, end, len(USER), len(USER))], tokenizer)
             if d.input_ids == ids
         )
-        assert fragment.labels == labels
+        assert due.labels == labels
         assert labels[0] == IGNORED
         assert labels[-1] == ids[-1] == tokenizer.id_of(STOP)
     long = {row for row, document in enumerate(whole) if len(document.input_ids) > limit}
@@ -186,7 +198,39 @@ def test_split_cuts_after_answers_and_loses_nothing_that_fits(pack: Packer, toke
     for row, firsts in by_row.items():
         sizes = {part: length for r, part, length in turns if r == row}
         for first, following in pairwise(firsts):
-            assert sum(sizes[p] for p in range(first, following + 1, 2)) > limit
+            head = int(first > 0)  # a later fragment's head counts beside the gap in the place of which it stands
+            assert head + sum(sizes[p] for p in range(first, following + 1, 2)) > limit
+
+
+def test_fragments_repeat_the_system_turn_and_begin_with_a_question(pack: Packer, tokenizer: PartTokenizer) -> None:
+    """A call, its result and the answer stay together, and each fragment says who the model is."""
+    system = f"<|system|>You count.{STOP}"
+    exchange = [*_turn("how many?" * 2, "call"), f"<|tool|>7{STOP}<|assistant|>", "seven" + STOP]
+    chat = [system + exchange[0], *exchange[1:], *exchange * 5]
+    assert _cuts(chat).parts == tuple(range(4, 24, 4))
+    (alone,) = tokenise([[system + exchange[0], *exchange[1:]]], tokenizer)
+    limit = 3 * len(alone.input_ids)
+    counts = pack([chat, *_chats(20)], limit, "split")
+    fragments = [(first, ids, labels) for row, first, ids, labels in pack.documents() if row == 0]
+    assert len(fragments) > 1
+    text = tokenizer.tokenizer
+    assert [text.decode(ids, skip_special_tokens=False).startswith(system + exchange[0]) for _, ids, _ in fragments] == [
+        True
+    ] * len(fragments)
+    said = "".join(text.decode([i for i in labels if i != IGNORED], skip_special_tokens=False) for _, _, labels in fragments)
+    assert said == "".join(chat[1::2])
+    whole = len(tokenise([chat], tokenizer)[0].input_ids)
+    assert counts["tokens_repeated"] == sum(len(ids) for _, ids, _ in fragments) - whole > 0
+    assert max(len(ids) for _, ids, _ in fragments) <= limit
+
+
+def test_a_long_row_without_a_cut_is_dropped(pack: Packer) -> None:
+    chat = ["<|tool|>1" + STOP, "a" * 30 + STOP] * 4
+    chat[0] = USER + chat[0]
+    assert _cuts(chat).parts == ()
+    counts = pack([chat, [*_turn("q", "a")]], 60, "split")
+    assert [row for row, _, _, _ in pack.documents()] == [1]
+    assert (counts["documents_split"], counts["documents_dropped"]) == (0, 1)
 
 
 def test_a_split_text_gets_its_own_start_token(pack: Packer, tokenizer: PartTokenizer) -> None:
@@ -235,7 +279,7 @@ def test_merged_borders_are_counted(pack: Packer) -> None:
 def test_pieces_are_bounded_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spooling, "PIECE_BYTES", 100)
     monkeypatch.setattr(spooling, "PIECE_ROWS", 8)
-    monkeypatch.setattr(spooling, "FORGET_BYTES", 1)
+    monkeypatch.setattr(batches, "FORGET_BYTES", 1)
     chats = [["字" * (i % 11), "a" * (i * 7 % 90)] for i in range(200)] + [["x" * 1000, ""]] + [["", "b"]] * 20
     pieces = list(read_pieces(_formatted(tmp_path / "train.arrow", chats, 33)))
     assert [row for piece in pieces for row in piece.rows] == chats

@@ -18,7 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from pipeline.artifact import digest_text
 from pipeline.config.errors import DataError, LadderError, ModelError
 from pipeline.dataset.conversation import Conversation, Turn
-from pipeline.dataset.templates import Template, load_template, special_tokens
+from pipeline.dataset.rendering import special_tokens
+from pipeline.dataset.templates import Template, load_template
 
 pytestmark = pytest.mark.unit
 

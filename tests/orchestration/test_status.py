@@ -138,7 +138,8 @@ stages:
   evaluate: {cmd: 'true', metrics: [metrics/evaluate.json: {cache: false}]}
 """)
     assert "results" not in status_text()
-    write("metrics/format.json", {"rows_in": 3000, "rows_kept": 2900, "rows_rejected": 60, "rows_duplicate": 40})
+    counts = {"in": 3000, "kept": 2400, "rejected": 60, "duplicate": 40, "left_out": 500}
+    write("metrics/format.json", {f"rows_{key}": count for key, count in counts.items()})
     write("metrics/pack.json", {"fill": 0.99713, "sequences": 451})
     write(
         "metrics/smoke.json",
@@ -152,7 +153,7 @@ stages:
     write("models/export/config.json", {})
     results = status_text().split("\nresults\n")[1].splitlines()
     assert [line.split(maxsplit=1) for line in results] == [
-        ["format", "rows 3,000 in, 2,900 kept, 60 rejected, 40 duplicate"],
+        ["format", "rows 3,000 in, 2,400 kept, 60 rejected, 40 duplicate, 500 left out"],
         ["pack", "fill 99.71% of 451 sequences"],
         ["smoke", "1/2 checks passed, failed: mask; loss 6.500 -> 3.250"],
         ["evaluate", "held out: exact match 0.0% -> 65.5%, stop rate 10.0% -> 100.0% (200 rows)"],

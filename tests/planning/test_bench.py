@@ -1,7 +1,7 @@
 """`ladder bench data`.
 
 Would catch: figures that are not those of the stages, a reference whose failure or silence passes for a result, rows that
-repeat and would be dropped as duplicates, something written into the project.
+repeat and would be dropped as duplicates, memory of the first process alone, something written into the project.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from tests.workspace import Workspace, rows, write_rows
 pytestmark = pytest.mark.unit
 
 REFERENCE = """
-import json, sys
+import json, subprocess, sys
+hold = "import time; held = b'x' * (150 << 20); time.sleep(1.5)"
+for child in [subprocess.Popen([sys.executable, "-c", hold]) for _ in range(2)]:
+    child.wait()
 lines = sum(1 for _ in open(sys.argv[2]))
 print("noise")
 print(json.dumps({"tokens": lines * int(sys.argv[3]), "seconds": 50}))
@@ -41,6 +44,7 @@ def test_figures_are_of_the_stages(made_base: Workspace, tmp_path: Path, monkeyp
     assert (reference.seconds, reference.tokens_per_second) == (50, 40 * 1024 // 50)
     assert found.ratio == pytest.approx(50 / ours.seconds, rel=0.01)
     assert all(0.01 < t.peak_gib < 4 for t in found.timings[:3])
+    assert reference.peak_gib > 0.29, "two processes of 150 MiB stand in memory together"
     assert "40 rows" in table(found)
     assert f"{found.ratio:.1f} times as fast as the reference" in table(found)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["reference.py"]

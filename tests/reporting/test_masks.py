@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import html
 import io
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -126,8 +128,16 @@ def test_refusals(packed: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     paths = masks.paths_of(Path("dvc.yaml"))
     with pytest.raises(DataError, match="dvc repro"):
         masks.read(masks.Paths(paths.formatted, paths.model, tmp_path), "train", 1)
+    with pytest.raises(DataError, match="the other set is missing; `dvc repro`"):
+        masks.read(masks.Paths(tmp_path / "other", paths.model, paths.packed), "train", 1)
+    other = Path(shutil.copytree(paths.formatted, tmp_path / "other"))
+    (other / "train.arrow").unlink()
     with pytest.raises(DataError, match="dvc repro format"):
-        masks.read(masks.Paths(tmp_path, paths.model, paths.packed), "train", 1)
+        masks.read(masks.Paths(other, paths.model, paths.packed), "train", 1)
+    manifest = json.loads((other / "manifest.json").read_text())
+    (other / "manifest.json").write_text(json.dumps({**manifest, "parts_digest": "0" * 64}))
+    with pytest.raises(DataError, match=r"made from another formatted set.*dvc repro pack"):
+        masks.read(masks.Paths(other, paths.model, paths.packed), "train", 1)
 
 
 def test_imports_neither_torch_nor_transformers() -> None:

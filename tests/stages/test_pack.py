@@ -15,6 +15,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from pipeline.dataset.manifest import packed_files
+from pipeline.dataset.masking import load_tokenizer
+from pipeline.gates.smoke_checks import mask_checks
 from tests.workspace import Workspace, assert_refused, make_workspace, rows
 
 pytestmark = pytest.mark.unit
@@ -142,6 +144,30 @@ def test_truncation_is_counted_and_invents_no_stop(again: Workspace) -> None:
     assert stop not in labels
     assert labels[-1] == ids[-1]
     assert all(any(label != -100 for label in labels[1:]) for s in _sequences(again, "train") for _, _, labels in _documents(s))
+
+
+def test_fragments_pass_the_gate_and_repeat_the_system_turn(made_base: Workspace, tmp_path: Path) -> None:
+    """What the smoke gate decodes are the answers of each fragment, though its beginning stands elsewhere in the row."""
+    turns = [{"role": r, "content": f"{r} " * 4} for r in ("user", "assistant") * 6]
+    chats = [{"messages": [{"role": "system", "content": f"You are number {n}."}, *turns]} for n in range(12)]
+    workspace = make_workspace(tmp_path / "project", chats)
+    shutil.copytree(made_base.root / "models", workspace.root / "models")
+    workspace.edit({"pack": {"max_length": 96, "long_documents": "split"}})
+    for stage in ("format", "pack"):
+        result = workspace.run(stage)
+        assert (result.code, result.stderr) == (0, "")
+    metrics = _tokens(workspace)
+    assert (metrics["documents_split"], metrics["documents_dropped"]) == (12, 0)
+    assert metrics["tokens_repeated"] > 0
+    model, packed = workspace.root / "models/base", workspace.root / "data/packed"
+    tokenizer = load_tokenizer(model)
+    sequences = _sequences(workspace, "train")
+    texts = [tokenizer.tokenizer.decode(ids, skip_special_tokens=False) for s in sequences for _, ids, _ in _documents(s)]
+    assert len(texts) > metrics["documents"]
+    assert all(text.startswith("<|system|>You are number ") for text in texts)
+    stop = workspace.manifest("data/packed")["stop_token_id"]
+    checks = mask_checks(packed, workspace.root / "data/formatted", tokenizer, stop, range(len(sequences)))
+    assert [(check.name, check.value) for check in checks] == [("loss_mask", 0), ("stop_token", 0)]
 
 
 def test_a_set_without_held_out_rows(made_base: Workspace, tmp_path: Path) -> None:

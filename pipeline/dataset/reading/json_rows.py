@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
-from pipeline.dataset.json_scan import elements, lines
-from pipeline.dataset.record import FileBroken, Record, Reject, too_long
-from pipeline.dataset.source import BOM
+from pipeline.dataset.reading.json_scan import elements, lines
+from pipeline.dataset.reading.record import FileBroken, Record, Reject, too_long
+from pipeline.dataset.reading.source import BOM
 
 MAX_DEPTH = 100
 """Levels of objects and arrays in a row; real rows have six. Python's own limit depends on who calls."""

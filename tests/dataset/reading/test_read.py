@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.errors import DataError
-from pipeline.dataset import source
-from pipeline.dataset.read import ENDS_FILE, Record, Reject, find_files, read_rows
+from pipeline.dataset.reading import source
+from pipeline.dataset.reading.read import ENDS_FILE, Record, Reject, find_files, read_rows
 
 pytestmark = pytest.mark.unit
 

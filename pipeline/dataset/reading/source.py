@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import pyarrow  # pyright: ignore[reportMissingTypeStubs] - ships no types
 
-from pipeline.dataset.record import FileBroken
+from pipeline.dataset.reading.record import FileBroken
 
 pa: Any = pyarrow
 

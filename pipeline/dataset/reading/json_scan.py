@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pipeline.dataset.record import MAX_RECORD_BYTES, FileBroken
-from pipeline.dataset.source import BOM
+from pipeline.dataset.reading.record import MAX_RECORD_BYTES, FileBroken
+from pipeline.dataset.reading.source import BOM
 
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _PLAIN = rb'[^"{}\[\]]*+(?:' + _STRING + rb'[^"{}\[\]]*+)*+'

@@ -21,8 +21,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from pipeline.config.errors import DataError
-from pipeline.dataset.hub import hub_name, matches
-from pipeline.dataset.read import find_files
+from pipeline.dataset.reading.hub import hub_name, matches
+from pipeline.dataset.reading.read import find_files
 
 pytestmark = pytest.mark.unit
 
@@ -131,7 +131,7 @@ _READ = """
 import sys
 from pathlib import Path
 from pipeline.config.errors import DataError
-from pipeline.dataset.read import find_files, read_rows
+from pipeline.dataset.reading.read import find_files, read_rows
 import huggingface_hub.constants
 raw = Path(sys.argv[1])
 try:

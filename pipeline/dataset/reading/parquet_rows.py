@@ -18,7 +18,7 @@ from typing import Any, cast
 import pyarrow  # pyright: ignore[reportMissingTypeStubs] - ships no types
 import pyarrow.parquet as _parquet  # pyright: ignore[reportMissingTypeStubs]
 
-from pipeline.dataset.record import MAX_RECORD_BYTES, FileBroken, Opaque, Record, Reject, too_long
+from pipeline.dataset.reading.record import MAX_RECORD_BYTES, FileBroken, Opaque, Record, Reject, too_long
 
 pa: Any = pyarrow
 pq: Any = _parquet

@@ -6,12 +6,20 @@ all that follows in its file, which nobody can count; so whoever adds up rows al
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 MAX_RECORD_BYTES = 64 << 20
 """Longest row that is read: 64 MiB, ten times the text that a context of a million tokens holds. Measured while one is parsed:
 320 MiB if it is one text of four-byte characters, 690 MiB if it is a million small objects."""
+
+HELD_CHARACTERS = 4 << 20
+"""Text of the rows that are held at once. 1,024 ordinary rows have a million characters; of rows of 10 MB each one is held."""
+
+_VALUE_CHARACTERS = 32
+"""What a number, a list or an object counts as; so many bytes, at least, it takes."""
 
 ENDS_FILE = frozenset(
     {
@@ -50,6 +58,30 @@ class Opaque:
     """The value of a Parquet column that JSON has no form for (bytes, times, decimals); it is not read."""
 
     type: str
+
+
+Row = TypeVar("Row", bound=Record | Reject)
+
+
+def next_rows(rows: Iterator[Row], most: int) -> list[Row]:
+    """Up to `most` of the next rows, fewer once they hold HELD_CHARACTERS; none at the end."""
+    found: list[Row] = []
+    size = 0
+    for row in itertools.islice(rows, most):
+        found.append(row)
+        size += _size(row.value) if isinstance(row, Record) else len(row.detail)
+        if size >= HELD_CHARACTERS:
+            break
+    return found
+
+
+def _size(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        inner = cast("dict[str, Any]", value)
+        return _VALUE_CHARACTERS + sum(map(len, inner)) + sum(map(_size, inner.values()))
+    return _VALUE_CHARACTERS + (sum(map(_size, cast("list[Any]", value))) if isinstance(value, list) else 0)
 
 
 class FileBroken(Exception):

@@ -20,195 +20,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.dataset import json_rows, json_scan
-from pipeline.dataset.read import ENDS_FILE, Record, Reject, read_rows
+from pipeline.dataset.reading import json_rows, json_scan
+from pipeline.dataset.reading.read import ENDS_FILE, Record, Reject, read_rows
+from tests.dataset.reading.bad_lines import CSV, READ, REFUSED
 
 pytestmark = pytest.mark.unit
 
 
-def _deep(levels: int) -> bytes:
-    return b'{"a": ' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
-
-
-def _nested(levels: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(levels - 2):
-        value = [value]
-    return value
-
-
-REFUSED: list[tuple[bytes, str]] = [
-    # cut, doubled or mixed lines
-    *((b'{"instruction": "Name it.", "output": "snow"}'[:n], "broken_json") for n in (1, 2, 10, 14, 15, 16, 20, 26, 27, 37, 44)),
-    (b'{"a": 1}{"a": 2}', "broken_json"),
-    (b'{"a": 1}, {"a": 2}', "broken_json"),
-    (b'{"a": 1},', "broken_json"),
-    (b'{"a": 1};', "broken_json"),
-    (b'{"a": 1}]', "broken_json"),
-    (b'{"a": 1}}', "broken_json"),
-    (b'{"a": 1} # note', "broken_json"),
-    (b'{"a": 1 /* note */}', "broken_json"),
-    (b'// {"a": 1}', "broken_json"),
-    (b'"a": 1', "broken_json"),
-    (b"}", "broken_json"),
-    (b"]", "broken_json"),
-    (b",", "broken_json"),
-    (b"a,b,c", "broken_json"),
-    (b"a: 1", "broken_json"),
-    (b"instruction\tinput\toutput", "broken_json"),
-    (b"<!DOCTYPE html>", "broken_json"),
-    (b"<<<<<<< HEAD", "broken_json"),
-    (b"---", "broken_json"),
-    (b"data: [DONE]", "broken_json"),
-    # what other languages write
-    (b"{'a': 1}", "broken_json"),
-    (b"{a: 1}", "broken_json"),
-    (b'{"a": None}', "broken_json"),
-    (b'{"a": True}', "broken_json"),
-    (b'{"a": undefined}', "broken_json"),
-    (b'{"a": nil}', "broken_json"),
-    (b'{"a": nan}', "broken_json"),
-    (b'{"a": inf}', "broken_json"),
-    (b'{"a": "x", }', "broken_json"),
-    (b'{"a": [1, ]}', "broken_json"),
-    (b'{"a": [1 2]}', "broken_json"),
-    (b'{"a": [1,, 2]}', "broken_json"),
-    (b'{"a" 1}', "broken_json"),
-    (b'{"a": }', "broken_json"),
-    (b'{"a": 1 "b": 2}', "broken_json"),
-    (b'{"a"; 1}', "broken_json"),
-    (b'{"a" = 1}', "broken_json"),
-    (b"{1: 2}", "broken_json"),
-    (b"{null: 2}", "broken_json"),
-    (b'{"a": (1)}', "broken_json"),
-    (b'{"a": "x" + "y"}', "broken_json"),
-    (b'{"a": r"x"}', "broken_json"),
-    (b'{"a": `x`}', "broken_json"),
-    ('{"a": “x”}'.encode(), "broken_json"),
-    ('｛"a": 1｝'.encode(), "broken_json"),
-    ('{"a"：1}'.encode(), "broken_json"),
-    # quotes and escapes
-    (b'{"a": "he said "yes""}', "broken_json"),
-    (b'{"a": "5" disk"}', "broken_json"),
-    (b'{"a": "ends in a backslash\\"}', "broken_json"),
-    (b'{"a": "\\x41"}', "broken_json"),
-    (b'{"a": "\\\'"}', "broken_json"),
-    (b'{"a": "\\a"}', "broken_json"),
-    (b'{"a": "\\U0001F600"}', "broken_json"),
-    (b'{"a": "\\u12"}', "broken_json"),
-    (b'{"a": "\\u 123"}', "broken_json"),
-    (b'{"a": "\\u0x41"}', "broken_json"),
-    (b'{\\"a\\": 1}', "broken_json"),
-    (b'{""a"": 1}', "broken_json"),
-    # numbers
-    (b'{"a": 01}', "broken_json"),
-    (b'{"a": +1}', "broken_json"),
-    (b'{"a": .5}', "broken_json"),
-    (b'{"a": 1.}', "broken_json"),
-    (b'{"a": 1e}', "broken_json"),
-    (b'{"a": 0x10}', "broken_json"),
-    (b'{"a": 1_000}', "broken_json"),
-    (b'{"a": 1,000}', "broken_json"),
-    (b'{"a": 10n}', "broken_json"),
-    (b'{"a": --1}', "broken_json"),
-    ('{"a": １}'.encode(), "broken_json"),
-    ('{"a": 1\u00a0}'.encode(), "broken_json"),
-    (b'{"a": NaN}', "not_a_number"),
-    (b'{"a": [1, Infinity]}', "not_a_number"),
-    (b'{"a": {"b": -Infinity}}', "not_a_number"),
-    (b'{"a": 1e400}', "number_out_of_range"),
-    (b'{"a": -1e400}', "number_out_of_range"),
-    (b'{"a": 1e-400}', "number_out_of_range"),
-    (b'{"a": -0.001e-400}', "number_out_of_range"),
-    (b'{"a": ' + b"1" * 400 + b".0}", "number_out_of_range"),
-    (b'{"a": ' + b"1" * 4301 + b"}", "number_out_of_range"),
-    (b'{"a": -' + b"1" * 100_000 + b"}", "number_out_of_range"),
-    # keys
-    (b'{"a": 1, "a": 1}', "duplicate_key"),
-    (b'{"a": 1, "b": 2, "a": null}', "duplicate_key"),
-    (b'{"a": 1, "\\u0061": 2}', "duplicate_key"),
-    (b'{"a" :1, "a" :2}', "duplicate_key"),
-    (b'{"": 1, "": 2}', "duplicate_key"),
-    (b'{"a": [{"b": 1, "b": 2}]}', "duplicate_key"),
-    (b'{"\\ud800": 1, "\\ud800": 2}', "duplicate_key"),
-    # bytes
-    (b'{"a": "\xff"}', "invalid_utf8"),
-    (b'{"a": "\xc0\xaf"}', "invalid_utf8"),
-    (b'{"a": "\xe9t\xe9"}', "invalid_utf8"),
-    (b'{"a": "\xed\xa0\xbd\xed\xb8\x80"}', "invalid_utf8"),
-    (b'{"a": "\xf4\x90\x80\x80"}', "invalid_utf8"),
-    (b'{"a": "\xe9\x9b"}', "invalid_utf8"),
-    (b'{"a": "\x80"}', "invalid_utf8"),
-    ('{"a": "雪很白"}'.encode("gb18030"), "invalid_utf8"),
-    ('{"a": "雪だるま"}'.encode("shift-jis"), "invalid_utf8"),
-    ('{"a": "雪だるま"}'.encode("euc-jp"), "invalid_utf8"),
-    (b'\xff\xfe{"a": 1}', "invalid_utf8"),
-    (b'\xef\xbb\xbf{"a": 1}', "broken_json"),
-    ('\u200b{"a": 1}'.encode(), "broken_json"),
-    ('\u2028{"a": 1}'.encode(), "broken_json"),
-    ('\u00a0{"a": 1}'.encode(), "broken_json"),
-    (b'\x0c{"a": 1}', "broken_json"),
-    (b'\x1e{"a": 1}', "broken_json"),
-    (b"\x00", "broken_json"),
-    (b"\x00" * 4096, "broken_json"),
-    (b'{"a": 1}\x00', "broken_json"),
-    (b'{"a": 1}\x1a', "broken_json"),
-    *((b'{"a": "x' + bytes((c,)) + b'y"}', "control_character") for c in (0, 1, 8, 9, 11, 12, 13, 27, 31)),
-    (b'{"k\t": 1}', "control_character"),
-    ('{"a": 1}'.encode("utf-16-le"), "broken_json"),
-    # rows that are none
-    (b"null", "not_an_object"),
-    (b"true", "not_an_object"),
-    (b"0", "not_an_object"),
-    (b"-1.5", "not_an_object"),
-    (b'"text"', "not_an_object"),
-    (b'"{\\"a\\": 1}"', "not_an_object"),
-    (b"[]", "not_an_object"),
-    (b'[{"a": 1}]', "not_an_object"),
-    # depth
-    (_deep(101), "too_deep"),
-    (_deep(500), "too_deep"),
-    (_deep(5_000), "too_deep"),
-    (b'{"a": ' * 101 + b"1" + b"}" * 101, "too_deep"),
-    (b"[" * 100_000, "too_deep"),
-    (b'{"a":' * 100_000, "too_deep"),
-]
-
-READ: list[tuple[bytes, dict[str, Any]]] = [
-    (b"{}", {}),
-    (b'\t {"a": 1} \t', {"a": 1}),
-    (b'{"a": 1}\r\r', {"a": 1}),
-    (b'{"a"\r:\t1 }', {"a": 1}),
-    (b'{"a": null, "b": true, "c": false}', {"a": None, "b": True, "c": False}),
-    (b'{"a": 9007199254740993}', {"a": 9007199254740993}),
-    (b'{"a": 123456789012345678901234567890}', {"a": 123456789012345678901234567890}),
-    (b'{"a": -18446744073709551616}', {"a": -18446744073709551616}),
-    (b'{"a": ' + b"1" * 4300 + b"}", {"a": int("1" * 4300)}),
-    (b'{"a": 0e-999}', {"a": 0.0}),
-    (b'{"a": 5e-324}', {"a": 5e-324}),
-    (b'{"a": 1.7976931348623157e308}', {"a": 1.7976931348623157e308}),
-    (b'{"a": 0.1}', {"a": 0.1}),
-    (b'{"a": "007", "b": "2024-01-31", "c": "true", "d": "1e5"}', {"a": "007", "b": "2024-01-31", "c": "true", "d": "1e5"}),
-    (b'{"a": "\\u0000\\u001f\\u007f"}', {"a": "\x00\x1f\x7f"}),
-    (b'{"a": "\x7f"}', {"a": "\x7f"}),
-    (b'{"a": "\\b\\f\\n\\r\\t\\/\\\\\\""}', {"a": '\b\f\n\r\t/\\"'}),
-    (b'{"a": "\\ud83d\\ude00"}', {"a": "😀"}),
-    (b'{"a": "\\uD83D\\uDE00"}', {"a": "😀"}),
-    (b'{"a": "\\ud83d"}', {"a": "\ud83d"}),
-    (b'{"a": "\\ude00\\ud83d"}', {"a": "\ude00\ud83d"}),
-    ('{"a": "\u2028\u2029\x85\ufeff\uffff\u0000"}'.replace("\x00", "").encode(), {"a": "\u2028\u2029\x85\ufeff\uffff"}),
-    ('{"a": "e\u0301", "b": "é"}'.encode(), {"a": "e\u0301", "b": "é"}),
-    (b'{"a": "NaN Infinity {[\\"]}"}', {"a": 'NaN Infinity {["]}'}),
-    (b'{"a": 1, "A": 2, " a": 3, "a\\u0000": 4}', {"a": 1, "A": 2, " a": 3, "a\x00": 4}),
-    (b'{"": ""}', {"": ""}),
-    (b'{"__proto__": {"a": 1}}', {"__proto__": {"a": 1}}),
-    (_deep(100), {"a": _nested(100)}),
-    (b'{"a": [' + b"[]," * 500 + b"[]]}", {"a": [[]] * 501}),
-]
-
-
 def test_there_are_enough_kinds() -> None:
-    assert len({line for line, _ in REFUSED} | {line for line, _ in READ}) >= 150
+    assert len({line for line, _ in REFUSED} | {line for line, _ in READ}) >= 200
 
 
 def _exact(value: object) -> str:
@@ -252,25 +72,6 @@ def test_a_bad_row_of_an_array_costs_itself_or_says_that_it_costs_the_rest(line:
         assert values == [{"good": 2}, {"good": 3}]
     else:
         assert line == b'{"a": 1}, {"a": 2}'  # two rows in an array
-
-
-CSV: list[tuple[bytes, str]] = [
-    (b"1,2", "ragged_row"),
-    (b"1,2,3,4", "ragged_row"),
-    (b"1,2,3,", "ragged_row"),
-    (b"1;2;3", "ragged_row"),
-    (b"1\t2\t3", "ragged_row"),
-    (b"   ", "ragged_row"),
-    (b'"1,2,3"', "ragged_row"),
-    (b'"1" ,2,3', "broken_quotes"),
-    (b'"1"x,2,"3"', "broken_quotes"),
-    (b'"1"2","3', "broken_quotes"),
-    (b'"a "quoted" word",2,3', "broken_quotes"),
-    (b"1\rx,2,3", "broken_quotes"),
-    (b"1,\xff,3", "invalid_utf8"),
-    (b'1,"\xe9\n\xe9",3', "invalid_utf8"),
-    (b'1,"x\ny"', "ragged_row"),
-]
 
 
 @pytest.mark.parametrize(("line", "reason"), CSV, ids=lambda v: v if isinstance(v, str) else repr(v[:24]))
@@ -490,7 +291,7 @@ def test_a_row_over_the_limit_is_passed_by_and_its_size_told(form: str, tmp_path
 _PEAK = """
 import resource, sys
 from pathlib import Path
-from pipeline.dataset.read import read_rows
+from pipeline.dataset.reading.read import read_rows
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 reasons = [getattr(row, "reason", "row") for row in read_rows(Path(sys.argv[1]))]
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, *reasons[:3], len(reasons))

@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.dataset import parquet_rows, source
-from pipeline.dataset.read import Opaque, Record, Reject, read_rows
+from pipeline.dataset.reading import parquet_rows, source
+from pipeline.dataset.reading.read import Opaque, Record, Reject, read_rows
 
 pytestmark = pytest.mark.unit
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.config.errors import DataError
-from pipeline.dataset.csv_rows import csv_rows
-from pipeline.dataset.hub import SCHEME, find_hub_files, hub_name
-from pipeline.dataset.json_rows import array_rows, line_rows
-from pipeline.dataset.parquet_rows import parquet_rows
-from pipeline.dataset.record import ENDS_FILE, FileBroken, Opaque, Record, Reject, printable
-from pipeline.dataset.source import open_blocks
+from pipeline.dataset.reading.csv_rows import csv_rows
+from pipeline.dataset.reading.hub import SCHEME, find_hub_files, hub_name
+from pipeline.dataset.reading.json_rows import array_rows, line_rows
+from pipeline.dataset.reading.parquet_rows import parquet_rows
+from pipeline.dataset.reading.record import ENDS_FILE, FileBroken, Opaque, Record, Reject, printable
+from pipeline.dataset.reading.source import open_blocks
 
 __all__ = ["ENDS_FILE", "Opaque", "Record", "Reject", "file_name", "find_files", "read_rows"]
 

@@ -14,9 +14,9 @@ import csv
 from collections import Counter
 from collections.abc import Iterator
 
-from pipeline.dataset.json_scan import lines
-from pipeline.dataset.record import MAX_RECORD_BYTES, FileBroken, Record, Reject, printable
-from pipeline.dataset.source import BOM
+from pipeline.dataset.reading.json_scan import lines
+from pipeline.dataset.reading.record import MAX_RECORD_BYTES, FileBroken, Record, Reject, printable
+from pipeline.dataset.reading.source import BOM
 
 
 def csv_rows(name: str, blocks: Iterator[bytes], delimiter: str, skipped: Counter[str]) -> Iterator[Record | Reject]:
