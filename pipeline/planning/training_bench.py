@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from pipeline.artifact import publish, read_json, write_json
 from pipeline.config.errors import ConfigError, LadderError, RunFailed
@@ -158,9 +159,9 @@ def as_json(shape: str, ranks: int, measured: Sequence[Measured]) -> str:
 
 
 def _measure(plan: Plan, ranks: int, model: Path, packed: Path, run: Path, time_limit: float) -> Measured:
-    profile = _profile(plan, ranks)
     params = _params(plan, ranks, cpu=not gpus_found())
     try:
+        profile = _profile(plan, ranks)
         spec = make_spec(
             "0" * 64, params, profile, model=model, packed=packed, run=run, steps=WARM + TIMED + 2, checkpoint_every=10**6
         )
@@ -169,8 +170,8 @@ def _measure(plan: Plan, ranks: int, model: Path, packed: Path, run: Path, time_
         )
     except RunFailed as error:
         return Measured(plan, failed=str(error).splitlines()[0].replace(f"{run}: ", ""))
-    except LadderError as error:
-        return Measured(plan, failed=str(error))
+    except (LadderError, ValidationError) as error:
+        return Measured(plan, failed=" ".join(str(error).split()))
     return Measured(plan, **{k: result[k] for k in Measured.__dataclass_fields__ if k in result})
 
 

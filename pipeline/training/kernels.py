@@ -23,13 +23,18 @@ def blocks(model: Any) -> Any:
     return max(lists, key=len)
 
 
+def check_kernels(kernels: str, *, cuda: bool) -> None:
+    """LaunchError for kernels that cannot be had here."""
+    if kernels == "liger" and not cuda:
+        raise LaunchError("kernels: liger: they are written in Triton, which needs a GPU; use kernels: plain")
+    if kernels == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        raise LaunchError("kernels: liger: the package liger-kernel is not installed; `pip install sft-ladder[liger]`")
+
+
 def use_kernels(model: Any, kernels: str, *, zero: int, cuda: bool) -> None:
     """Give the blocks the stated kernels; LaunchError where they cannot be had."""
+    check_kernels(kernels, cuda=cuda)
     if kernels == "liger":
-        if not cuda:
-            raise LaunchError("kernels: liger: they are written in Triton, which needs a GPU; use kernels: plain")
-        if importlib.util.find_spec("liger_kernel") is None:
-            raise LaunchError("kernels: liger: the package liger-kernel is not installed; `pip install sft-ladder[liger]`")
         liger: Any = importlib.import_module("liger_kernel.transformers")
         # The loss is ours (`head.py`).
         liger._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)

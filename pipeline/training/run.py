@@ -24,6 +24,7 @@ from pipeline.environment import cores
 from pipeline.launch.local import gpus_found, launch
 from pipeline.launch.process import asked_to_stop
 from pipeline.training import checkpoint as checkpoints
+from pipeline.training.bases import check_base
 from pipeline.training.batching import accumulation_for
 from pipeline.training.precision import check_precision, gpu_capability, launcher_environment
 from pipeline.training.shape import read_shape
@@ -116,8 +117,13 @@ def _check(spec: Spec) -> None:
         tied=spec.shape.tied,
     )
     check_tuning(spec.params, cuda=spec.cuda, profile=spec.profile, shape=spec.shape, model=Path(spec.model))
+    check_base(Path(spec.model), spec.shape, spec.profile)
     check_zero(spec)
     check_config(deepspeed_config(spec))
+    from pipeline.training import attention, kernels  # torch; the line before has imported it
+
+    attention.choose(spec.profile.attention, cuda=spec.cuda, sequence_parallel=spec.profile.sequence_parallel)
+    kernels.check_kernels(spec.profile.kernels, cuda=spec.cuda)
 
 
 def start(
@@ -138,7 +144,10 @@ def start(
         if result.is_file() or not memory.is_file():
             break
         held = read_json(memory, "the word that the ranks left")
-        said = f"{run}: rank {held['rank']} ran out of GPU memory with {held['peak_bytes'] / 2**30:.1f} GiB held ({held['said']})"
+        said = (
+            f"{run}: rank {held['rank']} ran out of GPU memory with {held['allocated_bytes'] / 2**30:.1f} GiB held, "
+            f"{held['peak_bytes'] / 2**30:.1f} at most ({held['said']})"
+        )
         following = smaller(spec) if spec.profile.on_out_of_memory == "smaller" else None
         if following is None:
             raise RunFailed(

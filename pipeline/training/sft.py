@@ -33,7 +33,7 @@ from pipeline.training.sequence import group_of, process_group
 from pipeline.training.spec import Spec, load_spec
 from pipeline.training.telemetry import peak_flops, peak_memory_bytes
 from pipeline.training.trainer import AfterEachStep, PackedTrainer, to_device
-from pipeline.training.zero import deepspeed_config
+from pipeline.training.zero import deepspeed_config, operators
 
 RESULT = "result.json"
 OUT_OF_MEMORY = "out-of-memory.json"
@@ -84,6 +84,7 @@ def prepare(spec: Spec, load: Callable[[Spec, str], Any] = load_model) -> Sessio
         # The shared-memory op serves inference only; building it would need a compiler and a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="nccl" if spec.cuda else "gloo")
+    _build_operators(spec)
     arguments = _arguments(spec)
     tokenizer = AutoTokenizer.from_pretrained(spec.model)
     name, why = attention.choose(profile.attention, cuda=spec.cuda, sequence_parallel=profile.sequence_parallel)
@@ -111,6 +112,19 @@ def prepare(spec: Spec, load: Callable[[Spec, str], Any] = load_model) -> Sessio
     )
     trainer.remove_callback(PrinterCallback)  # the curve has a line per step and its own progress line
     return Session(spec, trainer, packed)
+
+
+def _build_operators(spec: Spec) -> None:
+    """Compile what DeepSpeed will load, once on each host: ranks that start at once would each wait for the others' lock, with
+    a collective of somebody already running."""
+    names = operators(spec)
+    if names and os.environ["LOCAL_RANK"] == "0":
+        from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+        for name in names:
+            ALL_OPS[name].load()
+    if names:
+        dist.barrier()
 
 
 def _collator(spec: Spec) -> PackedCollator:

@@ -190,10 +190,7 @@ def test_words_are_no_truth_values(word: str, tmp_path: Path) -> None:
     path = tmp_path / "local.yaml"
     text = (ROOT / "profiles/local.yaml").read_text(encoding="utf-8")
     profile: dict[str, Any] = YAML(typ="safe", pure=True).load(text)
-    lines = [
-        f"profile_flops: {word}" if k == "profile_flops" else f"{k}: {json.dumps(v)}"
-        for k, v in profile.items()
-    ]
+    lines = [f"profile_flops: {word}" if k == "profile_flops" else f"{k}: {json.dumps(v)}" for k, v in profile.items()]
     path.write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(ConfigError, match=f'profile_flops = "{word}"'):
         load_profile(path)

@@ -132,13 +132,13 @@ def documents(rows: list[Row]) -> list[Any]:
 @pytest.mark.unit
 @pytest.mark.parametrize("asked", ["sliding_window", "softcap", "s_aux"])
 def test_what_a_path_cannot_do_is_refused_and_not_left_out(asked: str) -> None:
-    tensors = [torch.zeros(1, heads, 4, 8) for heads in (2, 1, 1)]
+    query, key, value = (torch.zeros(1, heads, 4, 8) for heads in (2, 1, 1))
     bounds = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(LaunchError, match=f"uses {asked} = 7"):
-        attention.document_attention(None, *tensors, None, cu_seq_lens_q=bounds, **{asked: 7})
+        attention.document_attention(None, query, key, value, None, cu_seq_lens_q=bounds, **{asked: 7})
     if asked != "sliding_window":  # the varlen kernel has windows
         with pytest.raises(LaunchError, match=f"uses {asked} = 7"):
-            attention.varlen_attention(None, *tensors, None, cu_seq_lens_q=bounds, max_length_q=4, **{asked: 7})
+            attention.varlen_attention(None, query, key, value, None, cu_seq_lens_q=bounds, max_length_q=4, **{asked: 7})
 
 
 @pytest.mark.unit
