@@ -28,12 +28,13 @@ class Steps(TrainerCallback):
 
     def __init__(self, session: Session, kill_at: int | None) -> None:
         self.session, self.kill_at = session, kill_at
+        session.trainer.documents = []
         self.path = Path(session.spec.run) / f"steps-{dist.get_rank()}.jsonl"
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.session.trainer
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": state.global_step, "documents": trainer.documents}) + "\n")
+            file.write(json.dumps({"step": state.global_step, "documents": trainer.documents or []}) + "\n")
         trainer.documents = []
         if state.global_step == self.kill_at:
             dist.barrier()  # all ranks have noted the step; none has begun the next

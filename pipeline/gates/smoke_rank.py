@@ -62,11 +62,12 @@ class SeenDocuments(TrainerCallback):
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        session.trainer.documents = []
         self.steps: list[list[int]] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         trainer = self.session.trainer
-        self.steps.append(trainer.documents)
+        self.steps.append(trainer.documents or [])
         trainer.documents = []
 
 

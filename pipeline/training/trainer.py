@@ -30,6 +30,8 @@ from pipeline.training.sequence import group_of
 from pipeline.training.spec import Spec
 
 REPORT_SECONDS = 2.0
+FIRST_STEPS = 3
+"""Reported one by one: whoever has just started a run looks whether it lives."""
 LOADER_PROCESSES = 2
 """Per rank, on GPUs: one batch is made in 2-5 ms and a forward pass takes 200, so one would do and two never lack."""
 
@@ -41,10 +43,10 @@ class PackedTrainer(SFTTrainer):
 
     def __init__(self, spec: Spec, limit: Limit, **arguments: Any) -> None:
         self.spec, self.limit = spec, limit
-        self.documents: list[int] = []
-        """Row numbers this rank has trained on since the observer last cleared the list."""
+        self.documents: list[int] | None = None
+        """Row numbers this rank has trained on since an observer put a list here; None where nobody asks."""
         super().__init__(**arguments)
-        self.model_accepts_loss_kwargs = True
+        self.model_accepts_loss_kwargs = True  # the constructor works it out anew from the model
         model: Any = self.model
         head.install(model.get_base_model() if hasattr(model, "peft_config") else model)
         self.step_loss = torch.zeros((), device=self.args.device)
@@ -76,7 +78,9 @@ class PackedTrainer(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        self.documents += inputs.pop("documents")
+        seen = inputs.pop("documents")
+        if self.documents is not None:
+            self.documents += seen
         self.tokens += inputs.pop("tokens")
         self.attended += inputs.pop("attended")
         # The engine takes the mean of the ranks' gradients; a batch without a supervised token gives zero, not 0 / 0.
@@ -140,6 +144,8 @@ class CurveWriter:
         self._norms: list[torch.Tensor] = []
         self._start = self.last = time.perf_counter()
         self._first = 0
+        self.steps = 0
+        """Reported since the ranks began."""
 
     def begin(self, from_step: int) -> None:
         """Drop lines past the checkpoint, so that a step stands there once, and start the clock."""
@@ -183,6 +189,7 @@ class CurveWriter:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
             self._tell(lines[-1], seconds)
+        self.steps += len(self._waiting)
         self._waiting, self._losses, self._norms = [], [], []
 
     def _tell(self, line: dict[str, Any], seconds: float) -> None:
@@ -227,7 +234,7 @@ class AfterEachStep(TrainerCallback):
         if not isinstance(limit, FixedLimit):
             limit.observe(float(norm))  # waits for the step: the next one's limit hangs on it
             set_limit(engine, limit.limit)
-        due = time.perf_counter() - trainer.curve.last > REPORT_SECONDS
+        due = trainer.curve.steps < FIRST_STEPS or time.perf_counter() - trainer.curve.last > REPORT_SECONDS
         flags = torch.tensor([int(self._asked), int(due)])
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._agreement)
         asked, due = flags.tolist()

@@ -80,7 +80,7 @@ def test_a_path_base_is_checked_then_laid_down(workspace: Workspace, base_model:
     shutil.copytree(base_model, workspace.root / "given")
     (workspace.root / "given/training_state.bin").write_bytes(b"pickled")
     before = workspace.files("models", "metrics")
-    base: dict[str, Any] = {"kind": "path", "path": "given", "content": "0" * 64}
+    base: dict[str, Any] = {"kind": "path", "path": "given", "content": "0" * 64, "new_tokens": []}
     workspace.edit({"base": base})
     result = workspace.run("base")
     assert_refused(result, "base: base.content = '000000000000...'", "write it there")
@@ -101,24 +101,33 @@ def test_a_path_base_is_checked_then_laid_down(workspace: Workspace, base_model:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "no such folder": ({"kind": "path", "path": "nowhere", "content": "0" * 64}, ["base.path = 'nowhere'", "no such folder"]),
-    "no model": ({"kind": "path", "path": "data/raw", "content": "0" * 64}, ["base.path = 'data/raw'", "no config.json"]),
-    "pickled": ({"kind": "path", "path": "pickled", "content": "0" * 64}, ["no *.safetensors", "save_pretrained"]),
-    "own code": ({"kind": "path", "path": "coded", "content": "0" * 64}, ["auto_map", "which is not run"]),
+    "no such folder": (
+        {"kind": "path", "path": "nowhere", "content": "0" * 64, "new_tokens": []},
+        ["base.path = 'nowhere'", "no such folder"],
+    ),
+    "no model": (
+        {"kind": "path", "path": "data/raw", "content": "0" * 64, "new_tokens": []},
+        ["base.path = 'data/raw'", "no config.json"],
+    ),
+    "pickled": (
+        {"kind": "path", "path": "pickled", "content": "0" * 64, "new_tokens": []},
+        ["no *.safetensors", "save_pretrained"],
+    ),
+    "own code": ({"kind": "path", "path": "coded", "content": "0" * 64, "new_tokens": []}, ["auto_map", "which is not run"]),
     "branch of the hub": (
-        {"kind": "hub", "id": "owner/name", "revision": "main"},
+        {"kind": "hub", "id": "owner/name", "revision": "main", "new_tokens": []},
         ['params.yaml: base.revision = "main"', "[0-9a-f]{40}"],
     ),
     "other gguf content": (
-        {"kind": "gguf", "package": None, "file": "data/raw/rows.jsonl", "sha256": "0" * 64},
+        {"kind": "gguf", "package": None, "file": "data/raw/rows.jsonl", "sha256": "0" * 64, "new_tokens": []},
         ["base.sha256 = '000000000000...'", "write it there"],
     ),
     "no gguf file": (
-        {"kind": "gguf", "package": None, "file": "models/none.gguf", "sha256": "0" * 64},
+        {"kind": "gguf", "package": None, "file": "models/none.gguf", "sha256": "0" * 64, "new_tokens": []},
         ["base.file = 'models/none.gguf'", "no such file"],
     ),
     "gguf package not installed": (
-        {"kind": "gguf", "package": "no_such_package", "file": "a.gguf", "sha256": "0" * 64},
+        {"kind": "gguf", "package": "no_such_package", "file": "a.gguf", "sha256": "0" * 64, "new_tokens": []},
         ["base.package = 'no_such_package'", "pip install no-such-package"],
     ),
 }

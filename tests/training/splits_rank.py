@@ -32,12 +32,12 @@ class Seen(TrainerCallback):
 
     def __init__(self, session: sft.Session) -> None:
         self._session = session
+        session.trainer.documents = []
         self.steps: list[list[int]] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        documents = self._session.trainer.documents
-        self.steps.append(documents.copy())
-        documents.clear()
+        self.steps.append(self._session.trainer.documents or [])
+        self._session.trainer.documents = []
 
 
 def whole_weights(session: sft.Session) -> dict[str, torch.Tensor]:
